@@ -28,7 +28,8 @@ def replacing(path: Path, secret: bool = False, previous: Path | None = None) ->
         previous: where what was at ``path`` goes, instead of being lost.
 
     Raises:
-        OSError: if the disk is full or cannot be written; ``path`` is as it was.
+        OSError: if the disk is full or cannot be written; ``path`` is as it was, or, where its name
+            was all that could not be changed, what it held is at ``previous``.
     """
     temporary = temporary_of(path)
     temporary.unlink(missing_ok=True)

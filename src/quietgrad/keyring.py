@@ -16,7 +16,7 @@ import stat
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from quietgrad.durable import temporary_of, write_whole
+from quietgrad.durable import make_folder, temporary_of, write_whole
 from quietgrad.randomness import RandomKey
 
 
@@ -106,16 +106,23 @@ def read_secrets(path: Path) -> Secrets:
 
 def write_secrets(kept: Secrets, path: Path) -> None:
     """Writes the file whole, readable by its owner alone, and synced to disk before the call
-    returns.
+    returns. Its folder is made where it is missing.
+
+    Raises:
+        ValueError: if it cannot be written.
     """
     lines = [
         {"step": s.step, "name": s.name, "root": s.root.root.hex()} for s in kept.ring.sessions
     ]
-    write_whole(
-        path,
-        (json.dumps({"seed": kept.seed, "sessions": lines}, indent=1) + "\n").encode(),
-        secret=True,
-    )
+    told = json.dumps({"seed": kept.seed, "sessions": lines}, indent=1) + "\n"
+    try:
+        make_folder(path.parent)
+        write_whole(path, told.encode(), secret=True)
+    except OSError as error:
+        raise ValueError(
+            f"keys={str(path)!r} cannot be written: {error.strerror or error}; make room on the "
+            "disk, or use a directory that can be written; nothing was released by this start"
+        ) from error
 
 
 def rows_path(keys: Path) -> Path:

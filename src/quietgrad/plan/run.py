@@ -336,10 +336,10 @@ class PrivateRun(LooksTogether, TellsBeside, TellsProgress):
     def close(self) -> None:
         """Closes the ledger; nothing can be released after it."""
         self._team.loops("closes", self._released)
-        self._closed = True
-        self._loader = None  # workers that stay would hold on to the locks of the run's files
+        self._closed, self._loader = True, None  # workers that stay would hold on to files' locks
         if self._writer is not None:
             self._writer.close()
+        self.starts.over()
 
     def __enter__(self) -> PrivateRun:
         return self

@@ -116,7 +116,8 @@ class Session:
             # The first process alone locks, looks and, at the end, removes what is secret.
             begun = self._together.by_first(lambda: self._take(opened, checkpoint is not None))
             if checkpoint is None:
-                held = [] if module is None else runs_of(module)
+                # Of weights with a record it is known already whose copies they are.
+                held = [] if module is None else runs_of(module, copies=record is None)
                 others = (record_of(one) for one in held if one.run != loaded_run)
                 begins = (record, *others)
                 self._started_from += self._together.all_of(

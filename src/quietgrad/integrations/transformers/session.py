@@ -37,6 +37,7 @@ from quietgrad.training.files.provenance import (
     Record,
     check_start,
     read_provenance,
+    records_of_adapters,
     stamp_weights,
     starts_of,
 )
@@ -109,7 +110,7 @@ class TrainerSession:
         place = str(getattr(getattr(bare, "config", None), "_name_or_path", "") or "")
         protect, accepted = not self.plan.data_are_public, self.accept_start
         try:
-            found = check_start(place, "", accepted, protect)
+            found = check_start(place, "", accepted, protect, records_of_adapters(model))
         except ValueError as error:
             said = (
                 str(error)
@@ -118,7 +119,7 @@ class TrainerSession:
             )
             raise ValueError(said) from None
         put_away(model)  # else parameters that an evaluation left gathered are not those trained
-        held = runs_of(model)
+        held = runs_of(model, copies=not found)  # of weights from a file it is known already
         here = self._run_here() if held else ""
         records = tuple(record_of(t) for t in held if t.run != here)
         kinds: set[str] = set().union(*map(starts_of, records))

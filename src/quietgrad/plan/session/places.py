@@ -53,7 +53,7 @@ class Places:
             self._known = key, found
             if self._path is not None:
                 told = {"run": self._run, "key": key.root.hex(), "records": found}
-                write_whole(self._path, (json.dumps(told) + "\n").encode(), secret=True)
+                _write(self._path, json.dumps(told) + "\n")
         elif found != self._known[1]:
             read = ""
             if self._path is not None:
@@ -69,6 +69,17 @@ class Places:
                 "its seed), or begin a new run, with PrivacyConfig.build(record_ids=) where the "
                 f"order may change{read}"
             )
+
+
+def _write(path: Path, told: str) -> None:
+    try:
+        write_whole(path, told.encode(), secret=True)
+    except OSError as error:
+        raise ValueError(
+            f"{str(path)!r}, a secret file beside the run's keys=, cannot be written: "
+            f"{error.strerror or error}; without it no later start could tell whether records lie "
+            "where they lay: make room on the disk, then start again"
+        ) from error
 
 
 def _read(path: Path, run: str) -> tuple[RandomKey, str] | None:

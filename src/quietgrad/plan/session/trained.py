@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,9 +13,16 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from quietgrad.accounting import epsilon_report
 from quietgrad.checks import SettingsWarning
+from quietgrad.plan.session.copies import (
+    digest_of,
+    moved,
+    note_before,
+    note_values,
+    runs_of_values,
+    some_of,
+)
 from quietgrad.tensors import is_spread
 
-LOOKED_AT = 64  # entries of a frozen tensor
 Facts = Callable[[int], Mapping[str, Any]]
 
 
@@ -39,15 +47,15 @@ class Trained:
 
 
 def facts_of(plan: Any) -> Facts:
-    """Of a plan's run."""
-    return lambda releases: {
-        "epsilon": epsilon_report(plan.event.after(releases), plan.delta).epsilon,
-        "delta": plan.delta,
-        "steps": releases,
-        "neighbouring": plan.neighbouring,
-        **plan.told_users(),
-        **plan.told_beside(),
-    }
+    """Of a plan's run. It does not hold the plan, which knows whose records are whose."""
+    event, delta = plan.event, plan.delta
+    told = {"neighbouring": plan.neighbouring, **plan.told_users(), **plan.told_beside()}
+
+    def facts(releases: int) -> dict[str, Any]:
+        spent = epsilon_report(event.after(releases), delta).epsilon
+        return {"epsilon": spent, "delta": delta, "steps": releases, **told}
+
+    return facts
 
 
 # Parameters -> the run that trained them last, as long as they are in memory.
@@ -61,11 +69,16 @@ def note_trained(model: nn.Module, trained: Trained) -> None:
     """After a release, or where one is about to be made."""
     for parameter in model.parameters():
         if parameter.requires_grad:
+            last = _TRAINED.get(parameter)
+            if last is None or last.run != trained.run:
+                if last is not None and is_private(last):
+                    note_values([(parameter, last)])
+                note_before(parameter)
             _TRAINED[parameter] = trained
         elif not (parameter.is_meta or is_spread(parameter)):
             before = _BESIDE.get(parameter)
             if before is None or before[0] is not trained:
-                _BESIDE[parameter] = trained, _some_of(parameter)
+                _BESIDE[parameter] = trained, some_of(parameter)
 
 
 def note_set_back(model: nn.Module) -> None:
@@ -75,21 +88,53 @@ def note_set_back(model: nn.Module) -> None:
             _TRAINED.pop(parameter, None)
 
 
-def runs_of(model: nn.Module) -> list[Trained]:
-    """Those that released something and trained parameters of a model last, or adapters that were
-    merged into them since.
+def note_copies(parameters: Iterable[Tensor]) -> None:
+    """Copies of what trained parameters hold now will be known by their values."""
+    found = ((p, _TRAINED[p]) for p in parameters if p in _TRAINED)
+    note_values((p, trained) for p, trained in found if is_private(trained))
+
+
+def largest_of(model: nn.Module) -> list[Tensor]:
+    """The largest trained parameter, if there is one: at every step it alone is noted."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return [max(trained, key=lambda p: p.numel())] if trained else []
+
+
+def _held_now() -> Iterator[tuple[bytes, Trained]]:
+    """Digests of what is in memory and was trained, or had adapters merged into it, and by whom."""
+    for parameter, trained in list(_TRAINED.items()):
+        digest = moved(parameter)
+        if digest is not None:
+            yield digest, trained
+    for parameter, (trained, entries) in list(_BESIDE.items()):
+        if entries != some_of(parameter):
+            digest = digest_of(parameter)
+            if digest is not None:
+                yield digest, trained
+
+
+def runs_of(model: nn.Module, copies: bool = True) -> list[Trained]:
+    """Those that released something and trained parameters of a model last, or what these are
+    copies of, or adapters that were merged into them since.
+
+    Args:
+        copies: False: the parameters themselves, not what has the same values.
     """
     held: dict[int, Trained] = {}
     for parameter in model.parameters():
         trained = [_TRAINED[parameter]] if parameter in _TRAINED else []
         merged, entries = _BESIDE.get(parameter, (None, None))
-        if merged is not None and entries != _some_of(parameter):
+        if merged is not None and entries != some_of(parameter):
             trained.append(merged)
         for last in trained:
             # Of a run that ended before its first release the weights are what it began with.
             for one in (last,) if last.releases else last.started_from:
                 if isinstance(one, Trained):
                     held[id(one)] = one
+    names = {one.run for one in held.values()}
+    for one in runs_of_values(model.parameters(), _held_now()) if copies else ():
+        if one.run not in names:
+            held[id(one)] = one
     return list(held.values())
 
 
@@ -115,18 +160,6 @@ def is_private(run: Any) -> bool:
     return not run.get("data_declared_public") or any(map(is_private, before))
 
 
-def _some_of(parameter: Tensor) -> tuple[str, ...]:
-    """A few entries as text, in which what is no number equals itself; none of a library's own
-    layout.
-    """
-    try:
-        entries = parameter.detach().reshape(-1)
-        some = entries[:: max(1, entries.numel() // LOOKED_AT)][:LOOKED_AT]
-        return tuple(repr(value) for value in some.cpu().tolist())
-    except (RuntimeError, NotImplementedError, TypeError):
-        return ()
-
-
 def with_starts(known: tuple[Any, ...], others: Iterable[Trained]) -> tuple[Any, ...]:
     """Earlier runs, and those that they started from themselves: no chain that grows with them."""
     found = list(known)
@@ -150,6 +183,8 @@ class Starts:
     def __init__(self, run: str, plan: Any) -> None:
         self._trained = Trained(run, facts_of(plan), plan.data_are_public)
         self._met: list[int] = []
+        self._model: Callable[[], nn.Module | None] = lambda: None
+        self._largest: list[Callable[[], Tensor | None]] = []
         self.known = False
         self.trains = True
 
@@ -158,7 +193,8 @@ class Starts:
         trains = [id(p) for p in model.parameters() if p.requires_grad]
         if trains == self._met or not self.trains:
             return
-        self._met = trains
+        self._met, self._model = trains, weakref.ref(model)
+        self._largest = [weakref.ref(p) for p in largest_of(model)]
         ours = self._trained
         others = earlier_runs(model, ours)
         ours.started_from += others
@@ -176,5 +212,14 @@ class Starts:
             )
 
     def released(self, releases: int) -> None:
-        """So many in all, those of earlier sessions counted."""
+        """So many in all, those of earlier sessions counted. The weights are still those that the
+        releases before made.
+        """
         self._trained.releases = releases
+        note_copies(p for ref in self._largest if (p := ref()) is not None)
+
+    def over(self) -> None:
+        """Nothing more is released."""
+        model = self._model()
+        if model is not None:
+            note_copies(model.parameters())

@@ -75,7 +75,7 @@ def save_checkpoint(
         starts: names, by the ledger, of the starts that made the releases so far.
 
     Raises:
-        RuntimeError: if it cannot be written; both checkpoints are as they were.
+        RuntimeError: if it cannot be written; the newest so far is there, or is the previous one.
     """
 
     def whole(t: Tensor) -> Tensor:

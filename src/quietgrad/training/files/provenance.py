@@ -22,9 +22,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+from quietgrad.durable import write_whole
+
 FILE = "quietgrad.json"
 # in quietgrad.json, and in the header of safetensors files, whose values are strings
 KEY = "quietgrad_trained_on"
+ADAPTERS = "adapter_config.json"  # PEFT's
 WITHOUT_PRIVACY, EPSILONS_ADD = "trained-without-privacy", "epsilons-add"
 STARTS = (WITHOUT_PRIVACY, EPSILONS_ADD)
 Start = Literal["trained-without-privacy", "epsilons-add"]
@@ -73,7 +76,11 @@ def starts_of(record: Record) -> set[str]:
 
 
 def check_start(
-    name: str, weights: str, accepted: str, needs_protection: bool
+    name: str,
+    weights: str,
+    accepted: str,
+    needs_protection: bool,
+    adapters: tuple[Record, ...] = (),
 ) -> tuple[Record, ...]:
     """Refuses to start from an output of an earlier run, unless that is asked for.
 
@@ -81,6 +88,7 @@ def check_start(
         name, weights: ``model.name`` and ``model.weights``.
         accepted: ``model.accept_start``: the worst kind that may be.
         needs_protection: whether this run is private and its data were not declared public.
+        adapters: of adapters that the model has (``records_of_adapters``).
 
     Returns:
         The records of the outputs that the run starts from.
@@ -89,8 +97,14 @@ def check_start(
         ValueError: naming the output, what is wrong with it and the remedy.
     """
     found = []
-    for setting, value in (("model.name", name.removeprefix("image:")), ("model.weights", weights)):
-        record = read_provenance(Path(value)) if value else None
+    begins = [
+        (f"{setting}={value!r}", read_provenance(Path(value)) if value else None)
+        for setting, value in (
+            ("model.name", name.removeprefix("image:")),
+            ("model.weights", weights),
+        )
+    ]
+    for place, record in (*begins, *(("model has adapters", one) for one in adapters)):
         if record is None:
             continue
         found.append(record)
@@ -109,7 +123,7 @@ def check_start(
                 EPSILONS_ADD,
             )
         raise ValueError(
-            f"{setting}={value!r}: these weights are from {what}; start from a public model, or, "
+            f"{place}: these weights are from {what}; start from a public model, or, "
             "where that run's records are no part of these data or its cost is accepted, set "
             f'model.accept_start = "{kind}"'
         )
@@ -154,10 +168,30 @@ def read_provenance(place: Path) -> Record | None:
         ) from error
 
 
+def records_of_adapters(model: Any) -> tuple[Record, ...]:
+    """What PEFT's configurations of a model's adapters say of their training: PEFT keeps no path of
+    where adapters were read.
+
+    Raises:
+        ValueError: for a record that is none.
+    """
+    configs = getattr(model, "peft_config", None)
+    values = configs.values() if isinstance(configs, Mapping) else ()
+    mappings = [getattr(config, "auto_mapping", None) for config in values]
+    return tuple(_checked(m[KEY]) for m in mappings if isinstance(m, Mapping) and KEY in m)
+
+
 def stamp_weights(folder: Path, record: Record) -> None:
-    """Writes the record into the header of every safetensors file of a folder."""
+    """Writes the record into the header of every safetensors file of a folder, and into the
+    configuration of adapters: the one free field that PEFT reads back, and writes again with them.
+    """
     for file in sorted(folder.glob("*.safetensors")):
         write_metadata(file, {KEY: json.dumps(record)})
+    adapters = folder / ADAPTERS
+    if adapters.is_file():
+        config = json.loads(adapters.read_text(encoding="utf-8"))
+        config["auto_mapping"] = {**(config.get("auto_mapping") or {}), KEY: record}
+        write_whole(adapters, (json.dumps(config, indent=2, sort_keys=True) + "\n").encode())
 
 
 def write_metadata(file: Path, added: Mapping[str, str]) -> None:

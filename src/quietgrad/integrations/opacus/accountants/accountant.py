@@ -21,7 +21,14 @@ from quietgrad.accounting.calibrate import calibrate
 from quietgrad.accounting.renyi.epsilon import RENYI_ORDERS
 from quietgrad.checks import SettingsWarning, default_delta, require_delta_for, require_positive
 from quietgrad.events import ADD_REMOVE, EventSequence, PoissonGaussian, PrivacyEvent
-from quietgrad.plan.session.trained import Trained, earlier_runs, is_private, note_trained
+from quietgrad.plan.session.trained import (
+    Trained,
+    earlier_runs,
+    is_private,
+    largest_of,
+    note_copies,
+    note_trained,
+)
 
 MECHANISMS = ("prv", "rdp", "gdp")
 _OF_THIS_PROCESS: dict[str, QuietgradAccountant] = {}  # by name, for checkpoints
@@ -84,7 +91,8 @@ class QuietgradAccountant:
         """
         found = earlier_runs(module, self._trained)
         self._trained.started_from += found
-        others = [one for one in found if is_private(one)]
+        # Of an engine whose checkpoint was loaded all is counted already.
+        others = [one for one in found if is_private(one) and not self._counts(one)]
         if not others:
             return
         names = [one.run for one in others if isinstance(one, Trained)]
@@ -102,10 +110,15 @@ class QuietgradAccountant:
             stacklevel=4,
         )
 
+    def _counts(self, run: Any) -> bool:
+        engine = _OF_THIS_PROCESS.get(run.run) if isinstance(run, Trained) else None
+        return any(other is engine for other in self._others)
+
     def noted(self, module: Any) -> None:
-        """After a release: the model's weights are from here."""
+        """After a release, before the optimiser's step: the model's weights are from here."""
         self._trained.releases += 1
         note_trained(module, self._trained)
+        note_copies(largest_of(module))
 
     def _facts(self, releases: int) -> dict[str, Any]:
         delta = default_delta(self._records)
