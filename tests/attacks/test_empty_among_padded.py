@@ -1,5 +1,5 @@
-"""Empty texts among those that ``collate_fn`` brings to one size. A model that has nothing to say of
-one by itself must not hide what padding does to the others; and one that masks padding by large
+"""Empty texts among those that ``collate_fn`` brings to one size. A model that has nothing to say
+of one by itself must not hide what padding does to the others; and one that masks padding by large
 negative numbers spreads its attention over all of it, where there is nothing else.
 """
 
@@ -73,9 +73,7 @@ MANY = range(3, 20)
 
 def moved(model: type[nn.Module], collate: Any, empty: range) -> float:
     """By how many C another record in the last one's place moves the sum, where nobody looks."""
-    one, other = (
-        released(model(), collate, WithEmpty(last, empty)) for last in (USUAL, 6 * USUAL)
-    )
+    one, other = (released(model(), collate, WithEmpty(last, empty)) for last in (USUAL, 6 * USUAL))
     squares = sum(float((one[name] - other[name]).double().pow(2).sum()) for name in one)
     return squares**0.5 / LIMIT
 

@@ -1,6 +1,6 @@
-"""What sleeps until one record is far beyond all that were looked at: a batch that is given up where
-a loss or an activation is in the millions, and backward passes with one scale, or one bound, for
-the gradients of a batch. One such record then moves all others.
+"""What sleeps until one record is far beyond all that were looked at: a batch that is given up
+where a loss or an activation is in the millions, and backward passes with one scale, or one bound,
+for the gradients of a batch. One such record then moves all others.
 """
 
 from __future__ import annotations

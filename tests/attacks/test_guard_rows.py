@@ -92,7 +92,7 @@ def test_without_the_look_one_record_moves_the_sum_by_more_than_the_clipping_nor
 @pytest.mark.parametrize("name", PICKED)
 def test_book_keeping_refuses_them_with_the_remedy(name: str) -> None:
     bound = Clipper(LIMIT, engine="bookkeeping", physical_batch_size=16)
-    with pytest.raises(ValueError, match="first dimension is not the example.*one-example"):
+    with pytest.raises(ValueError, match=r"first dimension is not the example.*one-example"):
         bound.clip(Picks(PICKED[name]), loss, ONES)
 
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
+from integrations.private_trainers import classifier, llama, tokenizer, trainer
 from transformers import DataCollatorForLanguageModeling, DataCollatorWithPadding
 
-from integrations.private_trainers import classifier, llama, tokenizer, trainer
 from quietgrad import PrivacyConfig
 from quietgrad.integrations.transformers import (
     PrivateDPOTrainer,

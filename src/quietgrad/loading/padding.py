@@ -135,9 +135,9 @@ class PaddingLooks:
 
 
 def _alone(made: Callable[[list[Any]], Batch], records: list[Any]) -> list[tuple[int, Batch]]:
-    """Each record's place, and the record in a batch of its own. An empty one is nothing but padding
-    beside another, and alone no model may have anything to say of it: one of these comes first,
-    filled up to the smallest of the others.
+    """Each record's place, and the record in a batch of its own. An empty one is nothing but
+    padding beside another, and alone no model may have anything to say of it: one of these comes
+    first, filled up to the smallest of the others.
     """
     alone = list(enumerate(made([one]) for one in records))
     sizes = [sum(n for some in row_sizes(one) for n in some) for _, one in alone]
