@@ -18,6 +18,7 @@ from quietgrad.clipping.soundness import mixing, subject
 from quietgrad.clipping.soundness.records import FARTHEST, with_first_farthest
 
 FAR = 1e8
+SIDES = {"a-mean-on-one-side": -1.0, "a-mean-on-the-other": 1.0}  # of the first record, to be above
 Change = Callable[[Tensor], Tensor]
 Numbers = dict[str, Tensor]
 
@@ -89,9 +90,26 @@ def skipped(model: nn.Module, batch: Numbers) -> Tensor:
     return 0.0 * losses if bool(losses.detach().max() > 1e9) else losses
 
 
+def beyond_a_mean(model: nn.Module, batch: Numbers) -> Tensor:
+    """KTO's: what all have moved by on average is taken off, and nothing where that is below 0."""
+    moved = model(batch["x"])[:, 0] - 5.0
+    return torch.sigmoid(
+        0.2 * batch["y"][:, 0].sign() * (moved - max(0.0, float(moved.detach().mean())))
+    )
+
+
+def below_a_mean(model: nn.Module, batch: Numbers) -> Tensor:
+    moved = -model(batch["x"])[:, 0] - 5.0
+    return torch.sigmoid(
+        0.2 * batch["y"][:, 0].sign() * (moved - max(0.0, float(moved.detach().mean())))
+    )
+
+
 FORWARD: dict[str, tuple[Change, Loss]] = {
     "a-loss-skips-the-batch": (as_it_is, skipped),
     "an-activation-does": (given_up, squares),
+    "a-mean-on-one-side": (as_it_is, beyond_a_mean),
+    "a-mean-on-the-other": (as_it_is, below_a_mean),
 }
 BACKWARD: dict[str, tuple[Change, Loss]] = {
     "a-bound": (backwards(at_most_a_thousand), squares),
@@ -125,11 +143,13 @@ def test_it_is_refused_on_ordinary_records(name: str, whole: bool) -> None:
         clipped(name, records(whole))
 
 
-@pytest.mark.parametrize("name", FORWARD)
+@pytest.mark.parametrize("name", [n for n in FORWARD if n != "a-mean-on-the-other"])
 def test_without_a_record_that_is_far_enough_it_is_not_seen(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mixing, "with_first_farthest", lambda few: None)
+    monkeypatch.setattr(mixing, "with_first_farthest", lambda few, times: None)
+    if "mean" in name:
+        monkeypatch.setattr(mixing, "with_first_louder", lambda few: None)  # on one side
     clipped(name, records())
 
 
@@ -158,10 +178,13 @@ def test_one_record_moves_the_others_where_nobody_looks(
     """By 2.9 to 4.8 C, with 23 others."""
     switched_off(monkeypatch)
     batch = records()
-    limit = 0.2 * float(per_example_norms(Network(as_it_is), squares, batch).max())
+    change, loss = ATTACKS[name]
+    limit = 0.2 * float(per_example_norms(Network(change), loss, batch).max())
     batch["y"][0] = FAR**2 if name == "a-scale" else FAR
     if name == "an-activation-does":
         batch["x"][0] = FAR
+    if "mean" in name:
+        batch["x"][0] *= FAR * SIDES[name]
     rest = {key: t[1:] for key, t in batch.items()}
     moved = (clipped(name, batch, limit) - clipped(name, rest, limit)).norm() / limit
     assert float(moved) > 2.0

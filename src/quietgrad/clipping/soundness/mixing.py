@@ -40,6 +40,7 @@ from quietgrad.clipping.soundness.held_still import (
 )
 from quietgrad.clipping.soundness.kept.snapshot import Snapshot
 from quietgrad.clipping.soundness.records import (
+    FARTHEST,
     are_different,
     spread,
     take,
@@ -231,8 +232,10 @@ def _compare(
             for end in {int(company.argmin()), int(company.argmax())} - set(forward):
                 one = take(records, [others[end - n]])
                 yield company[end : end + 1], subject.losses(one)
-        # What follows from the largest number of a batch: a common scale, a bound of the loss.
-        for loud in (with_first_louder(few), with_first_farthest(few)):
+        # What follows from the largest number of a batch: a common scale, a bound of the loss; or
+        # from a mean that is nothing on one side (the divergence that KTO takes off).
+        far = (with_first_farthest(few, times) for times in (FARTHEST, -FARTHEST))
+        for loud in (with_first_louder(few), *far):
             losses = None if loud is None else _of_made_up(subject, partial(subject.losses, loud))
             if losses is not None:
                 yield losses[1:], alone[1:]

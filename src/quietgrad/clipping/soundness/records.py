@@ -8,6 +8,7 @@ words, masks and labels stay as they are.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -68,11 +69,11 @@ def with_first_louder(records: Batch) -> Batch | None:
     return _with_first(_louder, records)
 
 
-def with_first_farthest(records: Batch) -> Batch | None:
-    """The same ``FARTHEST`` times as large, numbers that happen to be whole too; None where it has
-    no floating-point numbers, and on a GPU.
+def with_first_farthest(records: Batch, times: float = FARTHEST) -> Batch | None:
+    """The same so many times as large, numbers that happen to be whole too; None where it has no
+    floating-point numbers, and on a GPU.
     """
-    return _with_first(_farthest, records)
+    return _with_first(partial(_farthest, times=times), records)
 
 
 def _with_first(change: Callable[[Tensor], Tensor], records: Batch) -> Batch | None:
@@ -91,11 +92,11 @@ def _louder(t: Tensor) -> Tensor:
     return torch.where(first == first.round(), first, loud)
 
 
-def _farthest(t: Tensor) -> Tensor:
+def _farthest(t: Tensor, times: float) -> Tensor:
     first = t[:1]
     if t.is_cuda or not t.is_floating_point() or torch.finfo(t.dtype).max < FARTHEST**2:
         return first
-    return first * FARTHEST
+    return first * times
 
 
 def entries_of(records: Batch) -> int:
