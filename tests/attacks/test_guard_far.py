@@ -175,7 +175,7 @@ def test_gradients_that_become_no_number_beside_one_are_seen(
 def test_one_record_moves_the_others_where_nobody_looks(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By 2.9 to 4.8 C, with 23 others."""
+    """By 2.5 to 4.8 C, with 23 others."""
     switched_off(monkeypatch)
     batch = records()
     change, loss = ATTACKS[name]
