@@ -122,7 +122,8 @@ def test_without_a_loud_record_it_is_not_seen_and_does_harm(
 ) -> None:
     """One record without a number, which adds nothing, moves the others by up to 8 C."""
     monkeypatch.setattr(mixing, "_require_deaf", lambda subject, few: None)
-    monkeypatch.setattr(mixing, "with_first_louder", lambda few: None)  # sees some of it, too
+    for made in ("with_first_louder", "with_first_farthest"):  # see some of it, too
+        monkeypatch.setattr(mixing, made, lambda few, times=0.0: None)
     ordinary = clipped(name, records())
     switched_off(monkeypatch)
     batch = records(RECORDS + 1)

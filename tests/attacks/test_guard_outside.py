@@ -69,7 +69,8 @@ def test_it_is_refused_on_ordinary_records(name: str) -> None:
 
 @pytest.mark.parametrize("name", OUTSIDE)
 def test_without_a_louder_record_it_is_not_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mixing, "with_first_louder", lambda few: None)
+    for made in ("with_first_louder", "with_first_farthest"):
+        monkeypatch.setattr(mixing, made, lambda few, times=0.0: None)
     monkeypatch.setattr(mixing, "_require_deaf", lambda subject, few: None)  # sees some of it, too
     make, loss = OUTSIDE[name]
     clipped(make(), loss)

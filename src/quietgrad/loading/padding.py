@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from quietgrad.clipping.bound import BoundClipper
+from quietgrad.clipping.capture.views import chosen_rows
 from quietgrad.clipping.soundness.company.padding import require_padding_unread
 from quietgrad.clipping.soundness.guard import is_guarded
 from quietgrad.clipping.soundness.kept.lazily import as_before
@@ -97,7 +98,8 @@ class PaddingLooks:
             made = self._collated(self._ends_alone(unseen.rows))
         if made is None:
             return
-        alone, together = (to_device(some, device) for some in made)
+        alone = [(place, to_device(one, device)) for place, one in made[0]]
+        together = to_device(made[1], device)
         model, loss, first = bound.model, bound.per_example_loss, last is None
         if require_padding_unread(model, loss, together, alone, thorough=first):
             self._seen[id(bound)] = bound, unseen.release
@@ -111,7 +113,7 @@ class PaddingLooks:
             sizes.append((sum(n for some in size for n in some), row))
         return list(dict.fromkeys([min(sizes)[1], max(sizes)[1], *rows]))[:TOGETHER]
 
-    def _collated(self, rows: list[int]) -> tuple[list[Batch], Batch] | None:
+    def _collated(self, rows: list[int]) -> tuple[list[tuple[int, Batch]], Batch] | None:
         """Records each in a batch of its own, and in one; None where ``collate_fn`` draws, so that
         they are others each time, or where they are read in workers alone (a file opened there).
         """
@@ -126,10 +128,26 @@ class PaddingLooks:
             def made(some: list[Any]) -> Batch:
                 return self._collate(copy.deepcopy(some))
 
-            alone, together, again = [made([one]) for one in records], made(records), made(records)
+            alone, together, again = _alone(made, records), made(records), made(records)
         pairs = zip(tensors_of(together), tensors_of(again), strict=True)
         same = all(torch.equal(torch.nan_to_num(t), torch.nan_to_num(u)) for t, u in pairs)
         return (alone, together) if same and batch_size_of(together) == len(rows) else None
+
+
+def _alone(made: Callable[[list[Any]], Batch], records: list[Any]) -> list[tuple[int, Batch]]:
+    """Each record's place, and the record in a batch of its own. An empty one is nothing but
+    padding beside another, and alone no model may have anything to say of it: one of these comes
+    first, filled up to the smallest of the others.
+    """
+    alone = list(enumerate(made([one]) for one in records))
+    sizes = [sum(n for some in row_sizes(one) for n in some) for _, one in alone]
+    empty = [any(0 in some for some in row_sizes(one)) for _, one in alone]
+    if all(empty) or not any(empty):
+        return alone
+    least = min((size, place) for place, size in enumerate(sizes) if not empty[place])[1]
+    first = empty.index(True)
+    filled = chosen_rows(made([records[first], records[least]]), [0])
+    return [(first, filled), alone[first], *(one for one in alone if one[0] != first)]
 
 
 def row_sizes(batch: Batch) -> list[Size]:

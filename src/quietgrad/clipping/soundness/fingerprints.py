@@ -65,9 +65,12 @@ class Factors:
         for sums, others, sizes, other_sizes, least in pairs:
             if sums.shape[1:] != others.shape[1:]:
                 continue
-            size = float(sizes[0])
-            moved = max(float((sums[0] - others[row]).norm()), abs(size - float(other_sizes[row])))
-            if moved > tolerance * size + least:
+            # A comparison with no number is never true: what became none beside others would pass.
+            if not torch.equal(sums[0].isfinite(), others[row].isfinite()):
+                return False
+            size, other_size = (float(s.nan_to_num()) for s in (sizes[0], other_sizes[row]))
+            apart = float((sums[0] - others[row]).nan_to_num().norm())
+            if max(apart, abs(size - other_size)) > tolerance * size + least:
                 return False
         return True
 

@@ -31,6 +31,7 @@ from quietgrad.clipping.soundness.company.differences import (
 )
 from quietgrad.clipping.soundness.company.experts import require_room_for_all
 from quietgrad.clipping.soundness.company.lengths import require_lengths_apart
+from quietgrad.clipping.soundness.company.rows import require_rows_of_records
 from quietgrad.clipping.soundness.company.rule_gradients import own_rules
 from quietgrad.clipping.soundness.held_still import (
     EXTREMES,
@@ -38,7 +39,14 @@ from quietgrad.clipping.soundness.held_still import (
     Level,
 )
 from quietgrad.clipping.soundness.kept.snapshot import Snapshot
-from quietgrad.clipping.soundness.records import are_different, spread, take, with_first_louder
+from quietgrad.clipping.soundness.records import (
+    FARTHEST,
+    are_different,
+    spread,
+    take,
+    with_first_farthest,
+    with_first_louder,
+)
 from quietgrad.clipping.soundness.subject import Look, Subject, Tolerance
 from quietgrad.tensors import Batch, batch_size_of, map_tensors
 
@@ -106,6 +114,8 @@ def require_each_alone(
         decided = _compare(subject, records, places, size, thorough)
         if decided:
             require_lengths_apart(subject, few, thorough)
+            if thorough:
+                require_rows_of_records(subject, few)
             ends = {0, 1, len(places) - 1} if thorough else {0, len(places) - 1}
             _require_deaf(subject, take(few, sorted(ends)))
             company = take(records, [*places, *_others(records, places, size)])
@@ -222,10 +232,13 @@ def _compare(
             for end in {int(company.argmin()), int(company.argmax())} - set(forward):
                 one = take(records, [others[end - n]])
                 yield company[end : end + 1], subject.losses(one)
-        loud = with_first_louder(few)
-        losses = None if loud is None else _of_made_up(subject, partial(subject.losses, loud))
-        if losses is not None:  # what follows from the largest number of a batch: a common scale
-            yield losses[1:], alone[1:]
+        # What follows from the largest number of a batch: a common scale, a bound of the loss; or
+        # from a mean that is nothing on one side (the divergence that KTO takes off).
+        far = (with_first_farthest(few, times) for times in (FARTHEST, -FARTHEST))
+        for loud in (with_first_louder(few), *far):
+            losses = None if loud is None else _of_made_up(subject, partial(subject.losses, loud))
+            if losses is not None:
+                yield losses[1:], alone[1:]
 
     first = take(few, [0])
     for together, apart in in_company():

@@ -7,7 +7,8 @@ words, masks and labels stay as they are.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -17,6 +18,10 @@ from quietgrad.tensors import Batch, map_tensors, tensors_of
 
 # Far enough for a common scale of 16 bits to change by more than the tolerances.
 LOUDER = 1024.0
+
+# And so far that what gives up on a batch beyond some size (a loss of a million, say) gives up; a
+# square of it is a number in float32 yet.
+FARTHEST = 2.0**40
 
 
 def are_different(records: Batch) -> bool:
@@ -61,7 +66,18 @@ def with_first_louder(records: Batch) -> Batch | None:
     On a GPU it takes the ends of that range: a model that looks its numbers up in a table would end
     the process there.
     """
-    made = map_tensors(records, lambda t: torch.cat([_louder(t), t[1:]]))
+    return _with_first(_louder, records)
+
+
+def with_first_farthest(records: Batch, times: float = FARTHEST) -> Batch | None:
+    """The same so many times as large, numbers that happen to be whole too; None where it has no
+    floating-point numbers, and on a GPU.
+    """
+    return _with_first(partial(_farthest, times=times), records)
+
+
+def _with_first(change: Callable[[Tensor], Tensor], records: Batch) -> Batch | None:
+    made = map_tensors(records, lambda t: torch.cat([change(t), t[1:]]))
     pairs = zip(tensors_of(made), tensors_of(records), strict=True)
     return made if any(bool((new[0] != old[0]).any()) for new, old in pairs) else None
 
@@ -74,6 +90,13 @@ def _louder(t: Tensor) -> Tensor:
     if t.is_cuda:
         loud = torch.where(first < t.float().mean(), t.amin(), t.amax())
     return torch.where(first == first.round(), first, loud)
+
+
+def _farthest(t: Tensor, times: float) -> Tensor:
+    first = t[:1]
+    if t.is_cuda or not t.is_floating_point() or torch.finfo(t.dtype).max < FARTHEST**2:
+        return first
+    return first * times
 
 
 def entries_of(records: Batch) -> int:

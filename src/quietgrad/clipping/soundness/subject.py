@@ -68,6 +68,11 @@ _TOLERANCES = {
 }
 
 
+# Times which a loud example's loss counts in the backward pass: a target a million times too large
+# has such a squared error. A scale for all gradients of a batch, or a bound of their norm, changes
+# with it, and none of the layers' outputs does.
+LOUD_LOSS = 2.0**40
+
 # Of a verdict: names of what is trained, and every module's mode.
 SubjectKey = tuple[frozenset[str], tuple[bool, ...]]
 
@@ -147,7 +152,8 @@ class Subject:
             batch: a few examples.
             wanted: of the sum of these examples' losses only.
             salt: of the random numbers.
-            times: [examples] what each layer's output is multiplied by; None for one.
+            times: [examples] what each layer's output is multiplied by; None for one. Where it is
+                not one, the loss counts ``LOUD_LOSS`` times.
         """
 
         def run(reentrant: bool) -> Look:
@@ -171,7 +177,8 @@ class Subject:
             watch = Watch()
             with seeded(self.devices, salt), louder, watch, passes as (losses, recording):
                 self._note_precision(watch)
-                chosen = losses if wanted is None else losses[list(wanted)]
+                heard = losses if times is None else losses * _weights_of(losses, times)
+                chosen = heard if wanted is None else heard[list(wanted)]
                 visit_captured_calls(chosen, recording, self.layout)
                 self.others_stand = others_stand()
             self.coarsest_back = max(self.coarsest_back, watch.roundoff)
@@ -250,6 +257,12 @@ def louder_layers(subject: Subject, times_b: Tensor) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _weights_of(losses: Tensor, times_b: Tensor) -> Tensor:
+    """[examples] one, and for loud examples ``LOUD_LOSS``, or what half precision has room for."""
+    loud = min(LOUD_LOSS, torch.finfo(losses.dtype).max ** 0.5)
+    return torch.where(times_b == 1, 1.0, loud).to(losses.dtype)
 
 
 def _print(gradient: Tensor | None) -> Tensor:

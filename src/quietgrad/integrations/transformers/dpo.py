@@ -20,6 +20,7 @@ from quietgrad.integrations.transformers.sft import (
     no_records_in_warnings,
     require_columns,
     table_of,
+    without_gaps,
 )
 from quietgrad.integrations.transformers.sharding import plugin_of
 from quietgrad.integrations.transformers.trainer import PrivateTrainer
@@ -200,8 +201,11 @@ class PrivateDPOTrainer(PrivateTrainer, DPOTrainer):
         depend on what is in them; here they stay, and the collator cuts them off.
         """
         require_columns(dataset, dataset_name, [("chosen", "rejected"), TOKENISED])
+        columns = set(getattr(dataset, "column_names", None) or ())
+        if set(TOKENISED) <= columns and not {"chosen", "rejected"} <= columns:
+            return dataset  # DPOTrainer would look for their texts
         if dataset_name == "train":
-            args = copy.copy(args)
+            dataset, args = without_gaps(dataset), copy.copy(args)
             args.max_length = None
         return super()._prepare_dataset(dataset, processing_class, args, dataset_name)
 

@@ -45,6 +45,8 @@ class RecordLoss:
     smoothing: float = 0.0
 
     def __call__(self, model: nn.Module, batch: Batch) -> Tensor:
+        config = getattr(self.bare, "config", None)
+        batch = with_a_position(batch, getattr(config, "pad_token_id", None) or 0)
         inputs = {name: value for name, value in batch.items() if name not in self.labels}
         missing = next((name for name in self.labels if name not in batch), None)
         if missing is not None:
@@ -57,6 +59,21 @@ class RecordLoss:
             shifted = self.bare.prepare_decoder_input_ids_from_labels(labels=batch["labels"])
             inputs["decoder_input_ids"] = shifted
         return self.head(self.bare, model(**inputs), batch, self.smoothing)
+
+
+def with_a_position(batch: Batch, padding: int) -> Batch:
+    """A batch of nothing but empty texts with one position of padding, as they have beside others:
+    models of transformers cannot take none, and their error would say how many records there are.
+    """
+    ids = batch.get("input_ids")
+    if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.shape[1]:
+        return batch
+    filled = dict(batch)
+    for name, value in batch.items():
+        if isinstance(value, Tensor) and value.dim() == 2 and not value.shape[1]:
+            end = {"input_ids": padding, "labels": IGNORED}.get(name, 0)
+            filled[name] = torch.full((len(value), 1), end, device=value.device)
+    return filled
 
 
 def record_loss_of(bare: Any, labels: Sequence[str], smoothing: float) -> PerExampleLoss:

@@ -15,11 +15,13 @@ from datasets import Dataset
 from trl import SFTTrainer
 
 from quietgrad.integrations.folders import leaves_no_folder
+from quietgrad.integrations.transformers.losses import IGNORED
 from quietgrad.integrations.transformers.trainer import PrivateTrainer
 from quietgrad.loading.unsaid import say_no_lengths
 
 # Columns of which a record is read; beside them, the one that args.dataset_text_field names.
 READ = (("messages",), ("prompt", "completion"), ("conversations",), ("input_ids",))
+READ_TEXTS = {"prompt", "completion", "chosen", "rejected"}  # and the one of dataset_text_field
 QUOTES = "sequence: "  # where SFTTrainer's warning begins to quote a record
 
 
@@ -66,19 +68,25 @@ class PrivateSFTTrainer(PrivateTrainer, SFTTrainer):
         """
         if formatting_func is None:
             require_columns(dataset, dataset_name, [*READ, (args.dataset_text_field,)])
-        if dataset_name != "train" or args.max_length is None:
+        if dataset_name != "train":
             return super()._prepare_dataset(
                 dataset, processing_class, args, packing, formatting_func, dataset_name
             )
         whole = copy.copy(args)
         whole.max_length = None
+        filled = without_gaps(dataset, args.dataset_text_field)
         prepared = super()._prepare_dataset(
-            dataset, processing_class, whole, packing, formatting_func, dataset_name
+            filled, processing_class, whole, packing, formatting_func, dataset_name
         )
         most = args.max_length
-        kept = slice(None, most) if args.truncation_mode == "keep_start" else slice(-most, None)
+        if most is None or args.truncation_mode == "keep_start":
+            kept = slice(None, most)
+        else:
+            kept = slice(-most, None)
         return prepared.map(
-            _cut, fn_kwargs={"kept": kept}, desc=f"Truncating {dataset_name} dataset"
+            _cut,
+            fn_kwargs={"kept": kept, "padding": self._tokenizer.pad_token_id},
+            desc=f"Truncating {dataset_name} dataset",
         )
 
     def log(self, logs: dict[str, float], *args: Any, **options: Any) -> None:
@@ -139,7 +147,32 @@ def require_columns(dataset: Any, name: str, kinds: Sequence[tuple[str, ...]]) -
         )
 
 
-def _cut(record: dict[str, Any], kept: slice) -> dict[str, Any]:
+def without_gaps(dataset: Any, field: str | None = None) -> Any:
+    """A table whose texts are all there, an empty one where there was none: TRL's trainers end with
+    an error at the first that is missing, and a bar that says where.
+    """
+    features = getattr(dataset, "features", None) or {}
+    kinds = {name: getattr(kind, "dtype", None) for name, kind in features.items()}
+    texts = [
+        name
+        for name in kinds
+        if name in (*READ_TEXTS, field) and kinds[name] in ("string", "large_string")
+    ]
+    if not texts or not isinstance(dataset, Dataset):
+        return dataset
+    return dataset.map(_filled, fn_kwargs={"texts": texts}, desc="Reading train dataset")
+
+
+def _filled(record: dict[str, Any], texts: list[str]) -> dict[str, Any]:
+    return {name: record[name] or "" for name in texts}
+
+
+def _cut(record: dict[str, Any], kept: slice, padding: int) -> dict[str, Any]:
+    """A record without a word gets one of padding, which is not learnt: TRL's collator would make
+    its type, that of no numbers, the type of all that stand beside it.
+    """
+    if not record["input_ids"]:
+        return {"input_ids": [padding], "labels": [IGNORED]}
     return {name: record[name][kept] for name in ("input_ids", "labels")}
 
 

@@ -31,7 +31,7 @@ PADDED = (
     "filled; let collate_fn fill up to the longest and return a mask or lengths that model and "
     "loss heed, or bring all records to one size in the data set"
 )
-LOOKED_AT = 4  # records whose size is another one alone
+LOOKED_AT = 6  # of those whose size is another one alone
 SMALL = 1e-3  # beside the longest gradient: what is shorter may be rounding
 
 
@@ -39,7 +39,7 @@ def require_padding_unread(
     model: nn.Module,
     per_example_loss: PerExampleLoss,
     together: Batch,
-    alone: Sequence[Batch],
+    alone: Sequence[tuple[int, Batch]],
     thorough: bool,
 ) -> bool:
     """Compares losses of records in one batch with those of the same records alone, in evaluation
@@ -48,7 +48,7 @@ def require_padding_unread(
     Args:
         model, per_example_loss: whole, and in no other process.
         together: the records.
-        alone: the same, each in a batch of its own, in order.
+        alone: the place of each, and the record in a batch of its own.
         thorough: gradients are compared, too: before training many losses are about the same. Later
             records may be learnt so well that their gradients are rounding.
 
@@ -59,7 +59,7 @@ def require_padding_unread(
         Mixes: where they differ. Names no record and no size.
     """
     sizes = _sizes(together)
-    others = [row for row, one in enumerate(alone) if _sizes(one) != sizes][:LOOKED_AT]
+    others = [one for one in alone if _sizes(one[1]) != sizes]
     if not others:
         return False
     subject = Subject(model, layout_of(model), per_example_loss, Checkpointing())
@@ -70,7 +70,7 @@ def require_padding_unread(
             if evaluation:
                 model.eval()
             with unchanged(model), CommonRandomness():
-                _require_same(subject, together, alone, others, thorough)
+                _require_same(subject, together, others, thorough)
             return True
         except Mixes:
             raise
@@ -84,14 +84,31 @@ def require_padding_unread(
 
 
 def _require_same(
-    subject: Subject, together: Batch, alone: Sequence[Batch], rows: list[int], thorough: bool
+    subject: Subject, together: Batch, alone: Sequence[tuple[int, Batch]], thorough: bool
 ) -> None:
+    """Of those that the model can take alone, which an empty one may be none of: it must not hide
+    the others.
+    """
     company = subject.losses(together)
-    own = torch.cat([subject.losses(alone[row]) for row in rows])
+    taken: list[tuple[int, Batch]] = []
+    found: list[Tensor] = []
+    error: Exception | None = None
+    for one in alone:
+        try:
+            found.append(subject.losses(one[1]))
+        except Exception as another:
+            error = another
+            continue
+        taken.append(one)
+        if len(taken) == LOOKED_AT:
+            break
+    if error is not None and not taken:
+        raise error
+    own, rows = torch.cat(found), [row for row, _ in taken]
     limits = subject.tolerance(own)
     same = close(company[rows], own, limits.loss, limits.floor)
     if same and thorough:
-        same = _have_same_gradients(subject, together, alone, rows, limits.factor)
+        same = _have_same_gradients(subject, together, taken, limits.factor)
     # What draws by other means cannot be compared.
     if not same and close(company, subject.losses(together, 1), limits.loss, limits.floor):
         raise Mixes(PADDED)
@@ -102,11 +119,11 @@ def _sizes(batch: Batch) -> list[torch.Size]:
 
 
 def _have_same_gradients(
-    subject: Subject, together: Batch, alone: Sequence[Batch], rows: list[int], share: float
+    subject: Subject, together: Batch, alone: Sequence[tuple[int, Batch]], share: float
 ) -> bool:
-    own = [_gradient(subject, alone[row], 0) for row in rows]
+    own = [_gradient(subject, one, 0) for _, one in alone]
     least = SMALL * max(float(g.norm()) for g in own)
-    company = (_gradient(subject, together, row) for row in rows)
+    company = (_gradient(subject, together, row) for row, _ in alone)
     # Where one is no number nothing is known.
     return not any(
         float((one - other).norm()) > share * max(float(one.norm()), least)
