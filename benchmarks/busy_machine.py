@@ -32,7 +32,14 @@ from clipping_peers import METHODS, PACKAGES, REGIMES, installed
 from turns import Worker
 
 HERE = Path(__file__).resolve().parent
-POLICIES = {"spinning": None, "passive": "passive"}  # None: as torch's threads wait by themselves
+POLICIES: dict[str, dict[str, str]] = {
+    "by itself": {},
+    "spin 100": {"GOMP_SPINCOUNT": "100"},
+    "spin 1000": {"GOMP_SPINCOUNT": "1000"},
+    "spin 10000": {"GOMP_SPINCOUNT": "10000"},
+    "passive": {"OMP_WAIT_POLICY": "passive"},
+}
+OF_THREADS = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 LOADS = {"alone": 0, "beside another process": 1}
 
 
@@ -53,10 +60,8 @@ def others(processes: int) -> Iterator[None]:
 def workers_of(regime: str, methods: list[str]) -> dict[tuple[str, str], Worker]:
     """(policy, method) -> a process that takes its steps."""
     found: dict[tuple[str, str], Worker] = {}
-    for policy, value in POLICIES.items():
-        environment = {k: v for k, v in os.environ.items() if k != "OMP_WAIT_POLICY"}
-        if value is not None:
-            environment["OMP_WAIT_POLICY"] = value
+    for policy, values in POLICIES.items():
+        environment = {k: v for k, v in os.environ.items() if k not in OF_THREADS} | values
         for method in methods:
             script = HERE / "clipping_peers.py"
             found[policy, method] = Worker(regime, method, script, environment)
