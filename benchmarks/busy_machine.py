@@ -4,13 +4,15 @@
     opacus-ghost] [--output benchmarks/results/busy_machine.json]
 
 Torch's threads of one product wait for each other, and a thread that waits spins: it keeps the
-processor that the other one needs, until the system takes it away, which takes milliseconds. With
-``OMP_WAIT_POLICY=passive`` in the environment, read when torch is loaded, who waits sleeps.
+processor that the other one needs, until the system takes it away, which takes milliseconds. Two
+variables of the environment, read when torch is loaded, change that: with
+``OMP_WAIT_POLICY=passive`` who waits sleeps at once, with ``GOMP_SPINCOUNT=10000`` after some
+microseconds, in which small products of an undisturbed machine are done.
 
 Every method of ``clipping_peers.py`` that is asked for, and the step without privacy, runs in a
-process of its own under either policy, on a machine that is left alone and beside a process that
+process of its own in each of these ways, on a machine that is left alone and beside a process that
 computes all the time. The processes take a step each in turn. Reported are seconds (median and
-range over rounds) and ratios to the step without privacy of the same round, policy and load.
+range over rounds) and ratios to the step without privacy of the same round, way and load.
 """
 
 from __future__ import annotations
@@ -32,11 +34,9 @@ from clipping_peers import METHODS, PACKAGES, REGIMES, installed
 from turns import Worker
 
 HERE = Path(__file__).resolve().parent
-POLICIES: dict[str, dict[str, str]] = {
+WAYS: dict[str, dict[str, str]] = {
     "by itself": {},
-    "spin 100": {"GOMP_SPINCOUNT": "100"},
-    "spin 1000": {"GOMP_SPINCOUNT": "1000"},
-    "spin 10000": {"GOMP_SPINCOUNT": "10000"},
+    "short": {"GOMP_SPINCOUNT": "10000"},
     "passive": {"OMP_WAIT_POLICY": "passive"},
 }
 OF_THREADS = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
@@ -58,13 +58,13 @@ def others(processes: int) -> Iterator[None]:
 
 
 def workers_of(regime: str, methods: list[str]) -> dict[tuple[str, str], Worker]:
-    """(policy, method) -> a process that takes its steps."""
+    """(way, method) -> a process that takes its steps."""
     found: dict[tuple[str, str], Worker] = {}
-    for policy, values in POLICIES.items():
+    for way, values in WAYS.items():
         environment = {k: v for k, v in os.environ.items() if k not in OF_THREADS} | values
         for method in methods:
             script = HERE / "clipping_peers.py"
-            found[policy, method] = Worker(regime, method, script, environment)
+            found[way, method] = Worker(regime, method, script, environment)
     return found
 
 
@@ -86,8 +86,7 @@ def measure(regime: str, methods: list[str], rounds: int) -> dict[str, Any]:
             with others(processes):
                 taken = [{key: step(one) for key, one in workers.items()} for _ in range(rounds)]
             report[load] = {
-                policy: {method: summary(taken, policy, method) for method in methods}
-                for policy in POLICIES
+                way: {method: summary(taken, way, method) for method in methods} for way in WAYS
             }
     finally:
         for worker in workers.values():
@@ -95,11 +94,9 @@ def measure(regime: str, methods: list[str], rounds: int) -> dict[str, Any]:
     return report
 
 
-def summary(
-    taken: list[dict[tuple[str, str], float]], policy: str, method: str
-) -> dict[str, float]:
-    seconds = [one[policy, method] for one in taken]
-    ratios = [one[policy, method] / one[policy, "non-private"] for one in taken]
+def summary(taken: list[dict[tuple[str, str], float]], way: str, method: str) -> dict[str, float]:
+    seconds = [one[way, method] for one in taken]
+    ratios = [one[way, method] / one[way, "non-private"] for one in taken]
     return {
         "seconds": statistics.median(seconds),
         "seconds_min": min(seconds),
@@ -136,10 +133,10 @@ def main() -> None:
         report["regimes"][regime] = measure(regime, methods, arguments.rounds)
         arguments.output.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
         for load in LOADS:
-            for policy, rows in report["regimes"][regime][load].items():
+            for way, rows in report["regimes"][regime][load].items():
                 for method, row in rows.items():
                     print(
-                        f"{regime:10s} {load:23s} {policy:9s} {method:16s} "
+                        f"{regime:10s} {load:23s} {way:9s} {method:16s} "
                         f"{row['seconds']:6.2f} s [{row['seconds_min']:.2f}-"
                         f"{row['seconds_max']:.2f}]  ratio {row['ratio']:.2f} "
                         f"[{row['ratio_min']:.2f}-{row['ratio_max']:.2f}]"

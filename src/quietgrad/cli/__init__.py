@@ -6,16 +6,30 @@ import os
 import sys
 import traceback
 
+# How threads of one product wait for each other, where nobody has said; read when torch is loaded.
+OF_THREADS = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
+SPINS = "10000"
+
 
 def main() -> None:
     """Entry point: runs a command; a user's mistake becomes one line on standard error and exit
     code 2.
     """
+    _wait_shortly()
     try:
         _answer()
     except BaseException as error:
         _leave_others(error)
         raise
+
+
+def _wait_shortly() -> None:
+    """Threads that wait give their processor to others soon (``benchmarks/busy_machine.py``): by
+    themselves they spin until it is taken away from them, and with it from the thread that they
+    wait for.
+    """
+    if "torch" not in sys.modules and not any(name in os.environ for name in OF_THREADS):
+        os.environ["GOMP_SPINCOUNT"] = SPINS
 
 
 def _answer() -> None:
