@@ -28,7 +28,7 @@ from quietgrad.clipping.planner.throughput import measured_throughput
 from quietgrad.clipping.soundness.oracle import oracle_gradients, oracle_norms
 from quietgrad.events import ExactClipping, RandomizedClipping
 from quietgrad.randomness import RandomKey
-from quietgrad.tensors import trainable_parameters
+from quietgrad.tensors import map_tensors, trainable_parameters
 
 pytestmark = pytest.mark.usefixtures("examined_once")
 
@@ -287,6 +287,17 @@ def test_planner_takes_the_batch_whole_where_memory_is_no_matter_and_cuts_it_whe
     assert small.physical_batch_size <= how.physical_batch_size and small.bytes <= 300e6
     none, _ = planned("minilm", 64, 1.0)
     assert "none fits" in none.why
+
+
+def test_memory_that_was_asked_for_may_be_more_than_a_plain_step_takes() -> None:
+    model, loss, batch = case("minilm").build()
+    many = map_tensors(batch, lambda t: torch.cat([t] * 64)[:64])
+    chosen = {
+        budget: Clipper(1.0, memory_budget=budget).bind(model, loss).execution_choice(many)
+        for budget in (None, 1e12)
+    }
+    assert chosen[None].physical_batch_size < chosen[1e12].physical_batch_size == 64
+    assert chosen[None].bytes <= planned("minilm", 64, math.inf)[1] < chosen[1e12].bytes < 1e12
 
 
 def test_choices_follow_the_shapes() -> None:

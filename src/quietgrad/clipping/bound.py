@@ -307,13 +307,13 @@ class BoundClipper:
             )
         device = next(iter(layout.parameters.values())).device
         speed = settings.speed or modelled_throughput(device)
-        budget = settings.memory_budget or SHARE_OF_FREE_MEMORY * free_bytes(device)
         how = self.planned(layout, batch.rows).choose(
             lambda: settings.policies(layout),
             n * settings.views,
             speed,
-            budget,
+            SHARE_OF_FREE_MEMORY * free_bytes(device),
             engines_for(engine, self._one_way(layout.parameters)),
+            settings.memory_budget,
         )
         return replace(how, physical_batch_size=-(-how.physical_batch_size // settings.views))
 

@@ -70,16 +70,17 @@ class Planned:
         policies: Callable[[], Mapping[str, Policy]],
         examples: int,
         speed: Throughput,
-        memory_budget: float,
+        free: float,
         engines: tuple[Engine, ...],
+        asked: float | None = None,
     ) -> ExecutionChoice:
         """As ``choose_execution``, for policies and a speed that are the same at every call."""
-        key = (examples, budget_of(self.model, examples, memory_budget), engines)
+        key = (examples, budget_of(self.model, examples, free, asked), engines)
         if key not in self._chosen:
             if len(self._chosen) >= MOST_CHOICES:  # memory is scarce, and is another at every step
                 self._chosen.clear()
             self._chosen[key] = choose_execution(
-                self.model, policies(), examples, speed, memory_budget, engines
+                self.model, policies(), examples, speed, free, engines, asked
             )
         return self._chosen[key]
 
@@ -96,9 +97,13 @@ def engines_for(asked: Engine, one_way: bool) -> tuple[Engine, ...]:
     return ("bookkeeping",) if one_way else ("bookkeeping", "one-example")
 
 
-def budget_of(model: ModelTrace, examples: int, memory_budget: float) -> float:
-    """Bytes that a step may take."""
-    return min(memory_budget, max(nonprivate_bytes(model, examples), NOT_WORTH_SAVING))
+def budget_of(model: ModelTrace, examples: int, free: float, asked: float | None) -> float:
+    """Bytes that a step may take: as many as were asked for, or what is free and no more than a
+    step without privacy takes.
+    """
+    if asked is not None:
+        return asked
+    return min(free, max(nonprivate_bytes(model, examples), NOT_WORTH_SAVING))
 
 
 def choose_execution(
@@ -106,17 +111,22 @@ def choose_execution(
     policies: Mapping[str, Policy],
     examples: int,
     speed: Throughput,
-    memory_budget: float,
+    free: float,
     engines: tuple[Engine, ...],
+    asked: float | None = None,
 ) -> ExecutionChoice:
-    """The fastest execution choice that fits the budget; the smallest one where none fits."""
+    """The fastest execution choice that fits the budget; the smallest one where none fits.
+
+    Args:
+        free: bytes of memory that may be taken; ``asked``: the budget that a user gave.
+    """
     kinds = kinds_of(model, policies)
     candidates = [
         predicted(engine, size, model, kinds, examples, speed)
         for engine in engines
         for size in _sizes(engine, examples)
     ]
-    budget = budget_of(model, examples, memory_budget)
+    budget = budget_of(model, examples, free, asked)
     fitting = [c for c in candidates if c.bytes <= budget]
     if fitting:
         best = min(fitting, key=lambda c: (c.seconds, c.bytes))
