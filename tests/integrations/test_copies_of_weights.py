@@ -31,6 +31,7 @@ from quietgrad.checks import SettingsWarning
 from quietgrad.events import PoissonGaussian
 from quietgrad.integrations.opacus import PrivacyEngine
 from quietgrad.plan.session import copies
+from quietgrad.plan.session import trained as of_runs
 from quietgrad.plan.session.trained import Starts
 
 OWN = PrivacyConfig(noise_multiplier=1.0, expected_batch_size=20, steps=4)
@@ -186,6 +187,21 @@ def test_a_trainer_refuses_a_copy_and_tells_of_it_once(tmp_path: Path) -> None:
     assert [one["steps"] for one in second._session.started_from] == [4]
 
 
+def test_a_public_file_hides_no_copy(tmp_path: Path) -> None:
+    # Before: accepted, and the first private run in no record: a model that was made of a folder
+    # with a record was not looked at.
+    public = private_trainers.trainer(tmp_path / "public")
+    public.train()
+    public.save_model(str(tmp_path / "saved"))
+    trained: Any = private_trainers.classifier()
+    private_trainers.trainer(tmp_path / "one", model=trained, privacy=OWN).train()
+    model = type(trained).from_pretrained(tmp_path / "saved")
+    private_trainers.trainer(tmp_path / "two", model=model, privacy=OWN)  # a public start
+    model.load_state_dict(trained.state_dict())
+    with pytest.raises(ValueError, match=ADDS):
+        private_trainers.trainer(tmp_path / "three", model=model, privacy=OWN)
+
+
 def test_a_resumed_trainer_is_given_a_copy(tmp_path: Path) -> None:
     model = private_trainers.classifier()
     stopped = private_trainers.trainer(
@@ -294,6 +310,29 @@ def test_digests_are_of_values_that_others_do_not_have_by_chance() -> None:
     one = torch.arange(9.0)
     assert copies.digest_of(one) == copies.digest_of(one.clone().view(3, 3))
     assert copies.digest_of(one) != copies.digest_of(one + 1)
+
+
+def test_a_layer_without_weights_yet_is_refused_with_the_remedy() -> None:
+    # Before: torch's error of a parameter that has no size.
+    with pytest.raises(ValueError, match="call the model once on a made-up record"):
+        trained(nn.Sequential(nn.LazyLinear(3), nn.Tanh(), nn.Linear(3, 2)))
+
+
+def test_runs_that_begin_in_other_threads_disturb_no_look() -> None:
+    """Before: "dictionary changed size during iteration". Here one begins in the middle of it."""
+    model, begins = trained(Small().net), [Small().net]
+    another = of_runs.Trained("another", lambda _: {})
+
+    class Meanwhile(nn.Parameter):
+        def _fix_weakref(self) -> None:  # called where it is looked at
+            while begins:
+                of_runs.note_trained(begins.pop(), another)
+
+    beside = nn.Linear(2, 2)
+    beside.weight = Meanwhile(torch.ones(2, 2))
+    of_runs.note_trained(beside, another)
+    assert len(of_runs.runs_of(copy.deepcopy(model))) == 1
+    assert not begins
 
 
 def test_a_start_does_not_hold_its_model() -> None:

@@ -15,7 +15,7 @@ from quietgrad.durable import make_folder
 from quietgrad.integrations.trained import record_of
 from quietgrad.ledger import LedgerContents, holds_records, read_ledger
 from quietgrad.plan import PrivacyPlan, PrivateRun
-from quietgrad.plan.session.trained import Trained, facts_of, note_trained, runs_of
+from quietgrad.plan.session.trained import Trained, facts_of, is_private, note_trained, runs_of
 from quietgrad.training.files.noise_state import (
     NoiseKeeper,
     forget_keys,
@@ -116,8 +116,9 @@ class Session:
             # The first process alone locks, looks and, at the end, removes what is secret.
             begun = self._together.by_first(lambda: self._take(opened, checkpoint is not None))
             if checkpoint is None:
-                # Of weights with a record it is known already whose copies they are.
-                held = [] if module is None else runs_of(module, copies=record is None)
+                # Of weights with a private run's record it is known already whose copies they are.
+                copies = record is None or not is_private(record)
+                held = [] if module is None else runs_of(module, copies=copies)
                 others = (record_of(one) for one in held if one.run != loaded_run)
                 begins = (record, *others)
                 self._started_from += self._together.all_of(

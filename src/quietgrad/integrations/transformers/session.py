@@ -22,7 +22,7 @@ from quietgrad.integrations.reporting import shown_epsilon, spent_name
 from quietgrad.integrations.trained import record_of
 from quietgrad.ledger import LedgerContents, holds_records, read_ledger
 from quietgrad.plan import PrivacyPlan, PrivateRun
-from quietgrad.plan.session.trained import Trained, facts_of, note_trained, runs_of
+from quietgrad.plan.session.trained import Trained, facts_of, is_private, note_trained, runs_of
 from quietgrad.training.files.card import CARD, add_privacy, is_blank
 from quietgrad.training.files.noise_state import (
     NoiseKeeper,
@@ -119,7 +119,8 @@ class TrainerSession:
             )
             raise ValueError(said) from None
         put_away(model)  # else parameters that an evaluation left gathered are not those trained
-        held = runs_of(model, copies=not found)  # of weights from a file it is known already
+        # Of weights from a private run's file it is known already whose copies they are.
+        held = runs_of(model, copies=not any(map(is_private, found)))
         here = self._run_here() if held else ""
         records = tuple(record_of(t) for t in held if t.run != here)
         kinds: set[str] = set().union(*map(starts_of, records))

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakIdKeyDictionary
 
 from quietgrad.tensors import is_spread
@@ -33,9 +34,9 @@ _AFTER: dict[bytes, Any] = {}
 
 def some_of(tensor: Tensor) -> tuple[str, ...]:
     """A few entries as text, in which what is no number equals itself; none of a library's own
-    layout, of a shard, or of what has no memory.
+    layout, of a shard, or of what has no memory, or no size yet.
     """
-    if tensor.is_meta or is_spread(tensor):
+    if is_lazy(tensor) or tensor.is_meta or is_spread(tensor):
         return ()
     try:
         entries = tensor.detach().reshape(-1)

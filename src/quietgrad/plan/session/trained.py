@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakIdKeyDictionary
 
 from quietgrad.accounting import epsilon_report
@@ -96,17 +97,25 @@ def note_copies(parameters: Iterable[Tensor]) -> None:
 
 def largest_of(model: nn.Module) -> list[Tensor]:
     """The largest trained parameter, if there is one: at every step it alone is noted."""
-    trained = [p for p in model.parameters() if p.requires_grad]
+    trained = [p for p in model.parameters() if p.requires_grad and not is_lazy(p)]
     return [max(trained, key=lambda p: p.numel())] if trained else []
+
+
+def _items(kept: Any) -> Iterator[tuple[Tensor, Any]]:
+    """Of what is still in memory, while other threads add to it."""
+    for ref, value in kept.data.copy().items():
+        parameter = ref()
+        if parameter is not None:
+            yield parameter, value
 
 
 def _held_now() -> Iterator[tuple[bytes, Trained]]:
     """Digests of what is in memory and was trained, or had adapters merged into it, and by whom."""
-    for parameter, trained in list(_TRAINED.items()):
+    for parameter, trained in _items(_TRAINED):
         digest = moved(parameter)
         if digest is not None:
             yield digest, trained
-    for parameter, (trained, entries) in list(_BESIDE.items()):
+    for parameter, (trained, entries) in _items(_BESIDE):
         if entries != some_of(parameter):
             digest = digest_of(parameter)
             if digest is not None:
