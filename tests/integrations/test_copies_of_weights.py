@@ -254,6 +254,26 @@ def test_saved_adapters_say_what_they_are_in_another_process(
     assert [one["steps"] for one in second._session.started_from] == [4]
 
 
+def test_saved_adapters_with_a_name_say_it_too(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    # Before: accepted: they are saved in a folder of their own, which was not marked.
+    adapters = LoraConfig(r=2, target_modules=["query", "value"], task_type="SEQ_CLS")
+    model: Any = get_peft_model(private_trainers.classifier(), adapters, adapter_name="mine")
+    trained = private_trainers.trainer(tmp_path / "one", model=model, privacy=OWN)
+    trained.train()
+    other = tmp_path / "saved" / "other" / "adapter_config.json"  # of somebody else
+    other.parent.mkdir(parents=True)
+    other.write_text("{}")
+    trained.save_model(str(tmp_path / "saved"))
+    assert other.read_text() == "{}"
+    monkeypatch.setattr(copies, "digest_of", lambda _: None)  # as in another process
+    base, place = private_trainers.classifier(), str(tmp_path / "saved" / "mine")
+    again = PeftModel.from_pretrained(base, place, is_trainable=True)
+    with pytest.raises(ValueError, match=f"model has adapters.*{ADDS}"):
+        private_trainers.trainer(tmp_path / "two", model=again, privacy=OWN)
+
+
 def test_a_copied_network_of_a_lightning_module_is_no_silent_start(tmp_path: Path) -> None:
     first, second = Small(privacy=OWN), Small(privacy=OWN)
     lightning_trainer(tmp_path / "one").fit(first, tensors())

@@ -146,7 +146,6 @@ def soaring(norms: Tensor) -> Tensor:
     """Norms, which grow from about 2^58 on, by 2^40 at ``LARGEST_NORM``. There some ways of taking
     them overflow and others do not: what a record adds fades to nothing before, without a jump.
     """
-    # Not ``pow(8)``: that takes twice as long.
     return torch.addcmul(norms, norms, (norms * 2.0**-58).square_().square_().square_())
 
 

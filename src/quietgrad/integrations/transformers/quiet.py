@@ -130,7 +130,7 @@ class QuietTrainer(Trainer):
     def _save(self, output_dir: str | None = None, *args: Any, **options: Any) -> None:
         """Saved weights say what they were trained on."""
         super()._save(output_dir, *args, **options)
-        self._session.stamp(Path(output_dir or self._session.files.path))
+        self._session.stamp(Path(output_dir or self._session.files.path), self.model)
 
     def create_model_card(self, *args: Any, **options: Any) -> None:
         """As Trainer's and TRL's, with the guarantee: Trainer's says nothing of it."""

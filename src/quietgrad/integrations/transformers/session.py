@@ -284,16 +284,16 @@ class TrainerSession:
         """At a checkpoint: rows of correlated noise, in the secret files."""
         self._keeper.keep(stopping=False)
 
-    def stamp(self, folder: Path) -> None:
+    def stamp(self, folder: Path, model: Any = None) -> None:
         """Saved weights say what they were trained on and how; public facts alone. Nothing before a
-        first release.
+        first release. ``model``: whose adapters are saved, too.
         """
         record = self._record()
         if record is None or not folder.is_dir():
             return
         beside = json.dumps({KEY: record}, indent=2) + "\n"
         write_whole(folder / FILE, beside.encode())
-        stamp_weights(folder, record)
+        stamp_weights(folder, record, getattr(model, "peft_config", None) or ())
         if is_blank(folder / CARD):
             add_privacy(folder / CARD, record)
 

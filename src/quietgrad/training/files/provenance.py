@@ -18,7 +18,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -181,17 +181,22 @@ def records_of_adapters(model: Any) -> tuple[Record, ...]:
     return tuple(_checked(m[KEY]) for m in mappings if isinstance(m, Mapping) and KEY in m)
 
 
-def stamp_weights(folder: Path, record: Record) -> None:
+def stamp_weights(folder: Path, record: Record, adapters: Iterable[str] = ()) -> None:
     """Writes the record into the header of every safetensors file of a folder, and into the
     configuration of adapters: the one free field that PEFT reads back, and writes again with them.
+
+    Args:
+        folder, record: where, and what.
+        adapters: names of a model's adapters; all but "default" lie in a folder of their name.
     """
-    for file in sorted(folder.glob("*.safetensors")):
-        write_metadata(file, {KEY: json.dumps(record)})
-    adapters = folder / ADAPTERS
-    if adapters.is_file():
-        config = json.loads(adapters.read_text(encoding="utf-8"))
-        config["auto_mapping"] = {**(config.get("auto_mapping") or {}), KEY: record}
-        write_whole(adapters, (json.dumps(config, indent=2, sort_keys=True) + "\n").encode())
+    for place in (folder, *(folder / name for name in adapters)):
+        for file in sorted(place.glob("*.safetensors")):
+            write_metadata(file, {KEY: json.dumps(record)})
+        settings = place / ADAPTERS
+        if settings.is_file():
+            config = json.loads(settings.read_text(encoding="utf-8"))
+            config["auto_mapping"] = {**(config.get("auto_mapping") or {}), KEY: record}
+            write_whole(settings, (json.dumps(config, indent=2, sort_keys=True) + "\n").encode())
 
 
 def write_metadata(file: Path, added: Mapping[str, str]) -> None:
