@@ -332,6 +332,39 @@ def test_digests_are_of_values_that_others_do_not_have_by_chance() -> None:
     assert copies.digest_of(one) != copies.digest_of(one + 1)
 
 
+def test_what_lies_otherwise_is_not_copied_for_a_look() -> None:
+    values = torch.randn(33, 71)
+    assert copies.digest_of(values.T.contiguous().T) == copies.digest_of(values)
+    huge = torch.randn(1, 64).expand(2**40, 64)  # flattened it would take 256 TiB
+    assert copies.some_of(huge) == (repr(float(huge[0, 0])),) * copies.LOOKED_AT
+
+
+def test_models_in_turn_are_looked_at_once_and_all_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, y = tensors().tensors
+    models = [Small().net, Small().net]
+    looked: list[nn.Module] = []
+    look = of_runs.earlier_runs
+
+    def counted(model: nn.Module, own: Any) -> Any:
+        looked.append(model)
+        return look(model, own)
+
+    monkeypatch.setattr(of_runs, "earlier_runs", counted)
+    with OWN.build(len(x)).start() as run:
+        for number, indices in enumerate(run.batches()):
+            model = models[number % 2]
+            run.backward(model, loss, (x[indices], y[indices]))
+            torch.optim.SGD(model.parameters(), lr=0.1).step()
+    assert [m is models[i] for i, m in enumerate(looked)] == [True, True]
+    parts = [nn.Sequential(copy.deepcopy(m[-1])) for m in models]
+    models.clear()
+    looked.clear()
+    del model
+    gc.collect()
+    for part in parts:
+        assert of_runs.runs_of(part)
+
+
 def test_a_layer_without_weights_yet_is_refused_with_the_remedy() -> None:
     # Before: torch's error of a parameter that has no size.
     with pytest.raises(ValueError, match="call the model once on a made-up record"):

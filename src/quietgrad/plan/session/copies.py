@@ -16,6 +16,7 @@ import hashlib
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakIdKeyDictionary
@@ -39,8 +40,12 @@ def some_of(tensor: Tensor) -> tuple[str, ...]:
     if is_lazy(tensor) or tensor.is_meta or is_spread(tensor):
         return ()
     try:
-        entries = tensor.detach().reshape(-1)
-        some = entries[:: max(1, entries.numel() // LOOKED_AT)][:LOOKED_AT]
+        entries, step = tensor.detach(), max(1, tensor.numel() // LOOKED_AT)
+        if entries.is_contiguous():
+            some = entries.view(-1)[::step][:LOOKED_AT]
+        else:  # flattening would copy it whole
+            last = min(LOOKED_AT * step, entries.numel())
+            some = entries.take(torch.arange(0, last, step, device=entries.device))
         return tuple(repr(value) for value in some.cpu().tolist())
     except (RuntimeError, NotImplementedError, TypeError):
         return ()

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import warnings
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.utils.weak import WeakIdKeyDictionary
+from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary
 
 from quietgrad.accounting import epsilon_report
 from quietgrad.checks import SettingsWarning
@@ -191,19 +190,19 @@ class Starts:
 
     def __init__(self, run: str, plan: Any) -> None:
         self._trained = Trained(run, facts_of(plan), plan.data_are_public)
-        self._met: list[int] = []
-        self._model: Callable[[], nn.Module | None] = lambda: None
-        self._largest: list[Callable[[], Tensor | None]] = []
+        self._met: list[list[TensorWeakRef]] = []  # what it trains of each of its models
+        self._largest: list[TensorWeakRef] = []  # of each
         self.known = False
         self.trains = True
 
     def met(self, model: nn.Module) -> None:
         """Records are clipped for a model. Says once if another private run trained it."""
-        trains = [id(p) for p in model.parameters() if p.requires_grad]
-        if trains == self._met or not self.trains:
+        trains = [p for p in model.parameters() if p.requires_grad]
+        if not self.trains or any(_are_these(some, trains) for some in self._met):
             return
-        self._met, self._model = trains, weakref.ref(model)
-        self._largest = [weakref.ref(p) for p in largest_of(model)]
+        self._met = [some for some in self._met if len(_alive(some)) == len(some)]
+        self._met.append([TensorWeakRef(p) for p in trains])
+        self._largest = [TensorWeakRef(p) for p in (*_alive(self._largest), *largest_of(model))]
         ours = self._trained
         others = earlier_runs(model, ours)
         ours.started_from += others
@@ -225,10 +224,18 @@ class Starts:
         releases before made.
         """
         self._trained.releases = releases
-        note_copies(p for ref in self._largest if (p := ref()) is not None)
+        note_copies(_alive(self._largest))
 
     def over(self) -> None:
         """Nothing more is released."""
-        model = self._model()
-        if model is not None:
-            note_copies(model.parameters())
+        for some in self._met:
+            note_copies(_alive(some))
+
+
+def _alive(some: Iterable[TensorWeakRef]) -> list[Tensor]:
+    return [p for ref in some if (p := ref()) is not None]
+
+
+def _are_these(some: Sequence[TensorWeakRef], trains: Sequence[Tensor]) -> bool:
+    """Whether they are the same tensors, in order: an address alone may be another's by now."""
+    return len(some) == len(trains) and all(ref() is p for ref, p in zip(some, trains, strict=True))

@@ -29,7 +29,8 @@ PADDED = (
     "a record's loss depends on how long the records beside it are: collate_fn fills records up, "
     "or cuts them, to a size that follows from the batch, and the model does not mask what is "
     "filled; let collate_fn fill up to the longest and return a mask or lengths that model and "
-    "loss heed, or bring all records to one size in the data set"
+    "loss heed, or bring all records to one size in the data set (one that is empty is nothing but "
+    "padding, which some masks do not hide: leave such out)"
 )
 LOOKED_AT = 6  # of those whose size is another one alone
 SMALL = 1e-3  # beside the longest gradient: what is shorter may be rounding
