@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from accelerate.logging import MultiProcessAdapter
 from datasets import Dataset
 from peft import LoraConfig
 from private_trainers import (
@@ -169,6 +170,7 @@ def test_activation_checkpointing_trains(tmp_path: Path) -> None:
 
 def test_no_record_is_quoted_in_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     joined = [{"prompt": "a b", "completion": "b c"}] * 40  # "a bb c": "b" alone is no word of it
+    MultiProcessAdapter.warning_once.cache_clear()  # another test may have had the same words
     with caplog.at_level(logging.WARNING):
         sft(tmp_path, train_dataset=Dataset.from_list(joined))
     lines = [line.getMessage() for line in caplog.records if "prefix" in line.getMessage()]
