@@ -32,6 +32,7 @@ from quietgrad.clipping.norms.estimators.sketches import (
 from quietgrad.clipping.norms.factors import DirectGradients, Kept, ListedGradients
 from quietgrad.clipping.norms.factors.dense import DenseFactors
 from quietgrad.clipping.norms.factors.one_hot import OneHotFactors
+from quietgrad.clipping.norms.factors.rows import not_zero
 from quietgrad.clipping.norms.factors.sums import columns
 from quietgrad.clipping.norms.factors.sums import positions as over_positions
 from quietgrad.clipping.norms.factors.sums.columns import sums_over_columns, thin_product
@@ -412,3 +413,12 @@ def test_what_the_sum_is_off_by_counts_for_sketches_that_come_out_too_long() -> 
     assert rows is not None
     longest = unit * positions * positions * math.sqrt(2)  # additions, and lengths to add up
     assert (rows.margin >= (1 + math.sqrt(2)) * longest).all()
+
+
+def test_a_row_is_zero_where_all_its_entries_are() -> None:
+    rows = torch.zeros(8, 5)
+    for row, entry in enumerate((0.0, -0.0, -3.0, 3.0, -1e-40, 1e-40, math.nan, -math.inf)):
+        rows[row, 2] = entry
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        some = rows.to(dtype).view(2, 1, 4, 5)
+        assert torch.equal(not_zero(some), (some != 0).any(3)), dtype
