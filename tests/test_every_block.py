@@ -30,6 +30,7 @@ RUN_BY = {
     "docs/howto/layer_rule.md": "training/test_guide_pages.py",
     "docs/howto/long_documents.md": "training/test_guide_pages.py",
     "docs/howto/noise_mechanism.md": "training/test_guide_pages.py",
+    "docs/howto/quantized.md": "integrations/test_quantized_models.py",
     "docs/howto/step_rule.md": "training/test_guide_pages.py",
     "docs/lightning.md": "integrations/test_lightning_page.py",
     "docs/loops.md": "loading/test_loops.py",

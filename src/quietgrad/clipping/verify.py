@@ -9,6 +9,7 @@ from torch import nn
 from quietgrad.clipping.capture.backward import PerExampleLoss
 from quietgrad.clipping.clipper import Clipper
 from quietgrad.clipping.engines.work import Engine
+from quietgrad.clipping.soundness.company.quantized import in_evaluation_mode
 from quietgrad.clipping.soundness.oracle import oracle_clipped_sum, oracle_gradients, oracle_norms
 from quietgrad.tensors import Batch
 
@@ -33,9 +34,7 @@ def verify_clipping(
         About 1e-6 in float32. A large value means that some layer's per-example gradients are
         captured wrongly: do not train.
     """
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
+    with in_evaluation_mode(model):
         gradients = oracle_gradients(model, per_example_loss, batch)
         norms = oracle_norms(gradients)
         clip = max(float(norms.mean()), 1e-12)
@@ -44,9 +43,6 @@ def verify_clipping(
         bound = Clipper(clip, engine=chosen).bind(model, per_example_loss)
         fast_norms = bound.norms(batch, step=0).double().to(norms.device)
         actual = bound.clip(batch, step=0).gradients
-    finally:
-        for module, training in modes.items():
-            module.training = training
     worst = float(((fast_norms - norms).abs() / norms.clamp_min(1e-12)).max())
     size = max(float(sum(g.double().pow(2).sum() for g in expected.values())) ** 0.5, 1e-12)
     difference = (

@@ -12,7 +12,6 @@ examples must have no gradient at the activations of the others.
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -20,7 +19,7 @@ from functools import partial
 from typing import TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from quietgrad.clipping.soundness.company.differences import (
     MIXES,
@@ -31,6 +30,7 @@ from quietgrad.clipping.soundness.company.differences import (
 )
 from quietgrad.clipping.soundness.company.experts import require_room_for_all
 from quietgrad.clipping.soundness.company.lengths import require_lengths_apart
+from quietgrad.clipping.soundness.company.quantized import in_evaluation_mode
 from quietgrad.clipping.soundness.company.rows import require_rows_of_records
 from quietgrad.clipping.soundness.company.rule_gradients import own_rules
 from quietgrad.clipping.soundness.held_still import (
@@ -124,7 +124,7 @@ def require_each_alone(
         decided = _compare_at(level, subject, records, places, size) and decided
     _require_no_gradient_between(subject, few, thorough)
     if not decided or (thorough and still.used):
-        with _evaluation(subject.model), CommonRandomness():
+        with in_evaluation_mode(subject.model), CommonRandomness():
             _compare(subject, records, places, size, thorough)
     return decided
 
@@ -307,14 +307,3 @@ def _require_no_gradient_between(subject: Subject, few: Batch, thorough: bool) -
             own, other = float(factors.reach[wanted].max()), float(factors.reach[others].max())
             if other > 1e-6 * own:
                 raise Mixes(MIXES.format(f"its gradient at layer {name!r}"))
-
-
-@contextlib.contextmanager
-def _evaluation(model: nn.Module) -> Iterator[None]:
-    modes = [(module, module.training) for module in model.modules()]
-    try:
-        model.eval()
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training

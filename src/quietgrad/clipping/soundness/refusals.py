@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from quietgrad.clipping.capture.layout.modules import named_modules_of, named_parameters_of
+from quietgrad.clipping.soundness.company.quantized import refuse_quantized
 
 
 def refuse_cross_example_layers(model: nn.Module) -> None:
@@ -29,6 +30,7 @@ def refuse_cross_example_layers(model: nn.Module) -> None:
                 f"layer {name!r} ({type(module).__name__}) has no weights yet: it makes them when "
                 "the first record comes; call the model once on a made-up record before the run"
             )
+        refuse_quantized(name, module)
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
             frozen = (
                 not module.training

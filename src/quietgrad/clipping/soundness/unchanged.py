@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from quietgrad.clipping.capture.layout.modules import modules_of, named_modules_of, walked_anew
+from quietgrad.clipping.soundness.company.quantized import packs_itself
 from quietgrad.sending import read_together
 from quietgrad.tensors import is_spread, local_of
 
@@ -149,6 +150,13 @@ def unchanged(model: nn.Module, thorough: bool = False) -> Iterator[None]:
         return
     back = watch.put_back()
     if parameters:
+        owner = model.get_submodule(parameters[0].rpartition(".")[0])
+        if packs_itself(owner):
+            raise StateChanged(
+                f"layer {parameters[0].rpartition('.')[0]!r} ({type(owner).__name__}) packed its "
+                "weights for inference, as it does in evaluation mode on a processor; load the "
+                "model again and call its train() before the run"
+            )
         raise StateChanged(
             f"parameter {parameters[0]!r} is rewritten while the loss is computed, outside the "
             "privacy mechanism; it may hold private records "

@@ -5,6 +5,7 @@ records are made into a batch each alone and all together.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 
 import torch
@@ -19,6 +20,7 @@ from quietgrad.clipping.capture.backward import (
 )
 from quietgrad.clipping.capture.layout import layout_of
 from quietgrad.clipping.soundness.company.differences import Mixes, close
+from quietgrad.clipping.soundness.company.quantized import in_evaluation_mode
 from quietgrad.clipping.soundness.held_still import CommonRandomness, seeded
 from quietgrad.clipping.soundness.kept.snapshot import Snapshot
 from quietgrad.clipping.soundness.subject import Subject
@@ -65,12 +67,10 @@ def require_padding_unread(
         return False
     subject = Subject(model, layout_of(model), per_example_loss, Checkpointing())
     before = Snapshot(model, per_example_loss)
-    modes = [(module, module.training) for module in model.modules()]
     for evaluation in (True, False):  # some models have no loss in evaluation mode
+        mode = in_evaluation_mode(model) if evaluation else contextlib.nullcontext()
         try:
-            if evaluation:
-                model.eval()
-            with unchanged(model), CommonRandomness():
+            with mode, unchanged(model), CommonRandomness():
                 _require_same(subject, together, others, thorough)
             return True
         except Mixes:
@@ -78,8 +78,6 @@ def require_padding_unread(
         except Exception:
             continue
         finally:
-            for module, training in modes:
-                module.training = training
             before.put_back()
     return False
 
