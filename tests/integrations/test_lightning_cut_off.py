@@ -37,9 +37,7 @@ def test_a_checkpoint_that_was_cut_off_names_the_one_to_go_on_from(tmp_path: Pat
     said = str(refused.value)
     assert f"ckpt_path={str(whole)!r}" in said and "\n" not in said
     assert len(read_ledger(tmp_path).sessions) == 1  # no start was written down
-    trainer(tmp_path, **saving(tmp_path)).fit(
-        Small(privacy=OWN), records(), ckpt_path=str(whole)
-    )
+    trainer(tmp_path, **saving(tmp_path)).fit(Small(privacy=OWN), records(), ckpt_path=str(whole))
     assert read_ledger(tmp_path).releases == 4
 
 

@@ -23,9 +23,7 @@ ADDS = "for records of both runs their epsilons and deltas add"
 NOT_COVERED = "epsilon covers no record that those have seen"
 
 
-@pytest.mark.parametrize(
-    ("kind", "said"), [(EPSILONS_ADD, ADDS), (WITHOUT_PRIVACY, NOT_COVERED)]
-)
+@pytest.mark.parametrize(("kind", "said"), [(EPSILONS_ADD, ADDS), (WITHOUT_PRIVACY, NOT_COVERED)])
 def test_every_command_tells_what_a_run_that_was_killed_began_with(
     quietgrad: Any, settings: dict[str, Any], tmp_path: Path, kind: str, said: str
 ) -> None:
@@ -49,7 +47,9 @@ def test_every_command_tells_what_a_run_that_was_killed_began_with(
 
     told = json.loads(quietgrad("epsilon", "--ledger", place, "--json")[1])
     assert told["started_from"] == [record] and len(told["start_warnings"]) == 1
-    listed = {run["name"]: run for run in json.loads(quietgrad("runs", tmp_path, "--json")[1])["runs"]}
+    listed = {
+        run["name"]: run for run in json.loads(quietgrad("runs", tmp_path, "--json")[1])["runs"]
+    }
     assert listed["second"]["started_from_runs"] and not listed["first"]["started_from_runs"]
     for command in (("epsilon", "--ledger", place), ("report", place)):
         code, out, err = quietgrad(*command)

@@ -10,7 +10,9 @@ from quietgrad.durable import lock
 from quietgrad.ledger.chain import count_path
 from quietgrad.ledger.reader import scan
 
-WHILE_OPEN = os.name != "nt"  # whether the system takes an open file's name away; Windows locks none
+WHILE_OPEN = (
+    os.name != "nt"
+)  # whether the system takes an open file's name away; Windows locks none
 
 
 def remove_if_unreleased(path: Path, also: Callable[[], None] = lambda: None) -> bool:
