@@ -74,6 +74,8 @@ def test_a_lightning_checkpoint_hides_no_copy_either(tmp_path: Path) -> None:
         module.net[0].weight.copy_(third.net[0].weight)
     lightning_trainer(tmp_path / "two").fit(module, records())
     assert sorted(steps_in(tmp_path / "two")) == [2, 3]
+    told = module._loaded_record["started_from"]  # type: ignore[index]
+    assert sorted(one["steps"] for one in told) == [2, 3]
 
     alone = Small.load_from_checkpoint(tmp_path / "one.ckpt", privacy=OWN)
     alone.accept_start = "epsilons-add"
