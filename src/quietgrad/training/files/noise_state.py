@@ -43,6 +43,8 @@ def start_private(
     run = plan.start(run_dir.ledger, run_dir.secrets, resume)
     try:
         together.by_first(lambda: run.starts.asked_for(started_from))
+        if not together.first:  # which has no ledger to write to
+            run.starts.asked_for(started_from)
     except BaseException:
         run.close()
         raise
