@@ -93,7 +93,7 @@ def batch_size_of(batch: Batch) -> int:
     Raises:
         ValueError: if there is no tensor, or the first dimensions differ.
     """
-    sizes = {int(t.shape[0]) if t.dim() else -1 for t in tensors_of(batch)}
+    sizes = {int(t.shape[0]) if t.dim() and not t.is_nested else -1 for t in tensors_of(batch)}
     if not sizes:
         raise ValueError(
             "batch holds no tensor; pass tensors, or dicts, tuples and dataclasses of tensors, "
@@ -103,8 +103,8 @@ def batch_size_of(batch: Batch) -> int:
         # Not the sizes themselves: how many records a batch holds is private.
         raise ValueError(
             "batch holds tensors with different first dimensions; every tensor's first dimension "
-            "must be the "
-            "example (close constants over the loss function instead of passing them in the batch; "
+            "must be the example, of one length (fill nested ones up, and nest them in the loss; "
+            "close constants over the loss function instead of passing them in the batch; "
             "flat ids and offsets of an EmbeddingBag: quietgrad.loading.Bags.from_offsets in "
             "collate_fn, and its flat() in the loss)"
         )

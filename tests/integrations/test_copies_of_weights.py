@@ -398,3 +398,29 @@ def test_a_start_does_not_hold_its_model() -> None:
     assert there() is None
     starts.released(1)
     starts.over()
+
+
+@pytest.mark.filterwarnings("ignore:the model was trained by another private run")
+def test_weights_that_are_loaded_into_a_trained_model_need_a_new_one(tmp_path: Path) -> None:
+    """What they were made of is not known, and an optimiser may hold the run's releases: they count
+    as the run's, and the message says what to do instead.
+    """
+    new_model = "begin with new weights in a new model .*in a new process"
+    public = {name: torch.randn_like(value) for name, value in Small().net.state_dict().items()}
+    model = trained(Small().net)
+    model.load_state_dict(public)
+    with pytest.warns(SettingsWarning, match=new_model):
+        trained(model)
+    module = Small(privacy=OWN)
+    module.net = model
+    with pytest.raises(ValueError, match=new_model):
+        lightning_trainer(tmp_path / "one").fit(module, tensors())
+    classifier = private_trainers.classifier()
+    start = copy.deepcopy(classifier.state_dict())
+    private_trainers.trainer(tmp_path / "two", model=classifier, privacy=OWN).train()
+    classifier.load_state_dict(start)
+    with pytest.raises(ValueError, match=new_model):
+        private_trainers.trainer(tmp_path / "three", model=classifier, privacy=OWN)
+    # The remedy: the same start in a new model; other weights, where none holds them.
+    fresh = private_trainers.classifier()
+    private_trainers.trainer(tmp_path / "three", model=fresh, privacy=OWN)

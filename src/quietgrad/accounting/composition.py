@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from dp_accounting.pld import pld_pmf
+from dp_accounting.pld.common import compute_self_convolve_bounds
 from numpy.typing import NDArray
 
 from quietgrad.accounting.beside import joined, split_by_side_releases, squared_shift
@@ -35,6 +36,9 @@ INTERVALS_PER_SPREAD = 60
 LARGEST_INTERVAL = 0.005
 LARGEST_ONE_STEP_GRID = 200_000
 LARGEST_COMPOSED_GRID = 4_000_000
+# dp-accounting's ends of a sum of very many losses may be far beyond where its mass is: memory for
+# more points than these is not asked for.
+LARGEST_SELF_COMPOSED_GRID = 2**24
 MIXTURE_BINS = 256
 GRID_MIXTURE_BINS = 96
 MIXTURE_WORK = 24_000_000
@@ -242,7 +246,7 @@ def _compose_direction(
 ) -> ComposedLoss:
     ways: list[tuple[int, Array, float]] = []
     if len(phases) == 1:
-        ways.append(_self_composed(atoms[0], phases[0].compositions, interval, truncation))
+        ways += _self_composed(atoms[0], phases[0].compositions, interval, truncation)
     if not ways or _error_of(ways[0][1]) > WORTH_IT * truncation:
         times = [p.compositions for p in phases]
         ways.append(composed_sum(atoms, times, interval, len(phases) * truncation))
@@ -255,16 +259,21 @@ def _compose_direction(
 
 def _self_composed(
     atom: Atoms, times: int, interval: float, truncation: float
-) -> tuple[int, Array, float]:
-    """Many alike by dp-accounting: first grid point, probabilities, mass at infinity."""
+) -> list[tuple[int, Array, float]]:
+    """Many alike by dp-accounting: first grid point, probabilities, mass at infinity. None where
+    these would be too many points.
+    """
     one = pld_pmf.DensePLDPmf(
         interval, atom.first, atom.probabilities, atom.infinity, pessimistic_estimate=True
     )
     with warnings.catch_warnings():
         # dp-accounting's search for truncation bounds overflows harmlessly on very wide grids.
         warnings.simplefilter("ignore", RuntimeWarning)
+        least, most = compute_self_convolve_bounds(atom.probabilities, times, truncation)
+        if most - least >= LARGEST_SELF_COMPOSED_GRID:
+            return []
         many = one if times == 1 else one.self_compose(times, tail_mass_truncation=truncation)
-    return many._lower_loss, np.asarray(many._probs), many._infinity_mass
+    return [(many._lower_loss, np.asarray(many._probs), many._infinity_mass)]
 
 
 def _error_of(probabilities: Array) -> float:

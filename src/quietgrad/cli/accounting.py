@@ -34,6 +34,7 @@ from quietgrad.events import (
     unit_of,
 )
 from quietgrad.ledger import read_ledger
+from quietgrad.ledger.earlier import start_row, told_starts
 
 if TYPE_CHECKING:
     from quietgrad.accounting import EpsilonReport
@@ -181,6 +182,7 @@ def _from_ledger(path: Path, delta: float | None, expected: int | None, as_json:
         "ledger": str(path),
         "neighbouring": relation,
         "seeded": contents.seeded,
+        **told_starts(contents.started_from),
     }
     if contents.header.get("data_declared_public"):
         extra["data_declared_public"] = True
@@ -308,6 +310,7 @@ def _show(
         "steps": f"{record['steps']}, as {record['compositions']} compositions at rate {most}"
         f"{record['participation_rate']:.6g}",
         **({"data": DECLARED_PUBLIC} if record.get("data_declared_public") else {}),
+        **start_row(record),
         "neighbouring relation": RELATIONS[str(record["neighbouring"])],
         "sampler": "Poisson"
         if record["sampler"] == "poisson"

@@ -83,6 +83,11 @@ class SideRelease:
         return asdict(self)
 
 
+# More losses than these are added up to a number that rounding decides, on any grid that fits into
+# memory.
+MOST_STEPS = 10**9
+
+
 @dataclass(frozen=True)
 class PoissonGaussian:
     """T steps of the (possibly banded) Gaussian mechanism on Poisson-sampled batches: one phase of
@@ -115,6 +120,11 @@ class PoissonGaussian:
         require_finite("steps", self.steps)
         require_int("steps", self.steps)
         require_at_least("steps", self.steps, 1, "an event releases at least one noisy sum")
+        if self.steps > MOST_STEPS:
+            raise ValueError(
+                f"steps={self.steps} is above {MOST_STEPS:,}, the most that are accounted for; "
+                "leave out a zero or two, or count fewer and larger steps"
+            )
         require_int("bands", self.bands)
         require_at_least("bands", self.bands, 1, "1 means independent noise")
         if self.bands > self.steps:

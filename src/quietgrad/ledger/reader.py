@@ -4,6 +4,7 @@ count file. What cannot be proved whole is refused, never counted low.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from quietgrad.events import PoissonGaussian, PrivacyEvent, event_from_json
 from quietgrad.ledger.chain import START, Count, count_path, decoded, encoded, read_count
 from quietgrad.ledger.records import (
     ClippingNorm,
+    EarlierRun,
     Extension,
     Mechanism,
     NoiseBlock,
@@ -24,6 +26,7 @@ from quietgrad.ledger.records import (
 )
 from quietgrad.schedules.course import Course, StepSettings
 
+_OF_A_STEP = Release | SessionStart | NoiseBlock | ClippingNorm | Extension | EarlierRun
 LEDGER_NAME = "ledger.jsonl"
 REMEDY = (
     "restore the ledger and its count file from the same moment, or begin a new run "
@@ -53,6 +56,7 @@ class LedgerContents:
         extensions: what was planned on top, in order.
         not_private: why the run gave up privacy (``PrivateRun.give_up_privacy``): no epsilon covers
             it; None for any other.
+        started_from: records of earlier runs whose weights it began with.
     """
 
     event: PrivacyEvent | None = None
@@ -65,6 +69,7 @@ class LedgerContents:
     course: Course | None = None
     extensions: tuple[Extension, ...] = ()
     not_private: str | None = None
+    started_from: tuple[Mapping[str, Any], ...] = ()
 
     def next_release(self, step: int) -> Release:
         """The line of release ``step`` as the run writes it."""
@@ -162,9 +167,8 @@ def holds_records(path: Path) -> bool:
 def scan(file: Path) -> Scan:
     """Reads and checks a ledger file; see ``read_ledger``."""
     counts = count_path(file)
-    before = read_count(
-        counts
-    )  # twice, with the ledger in between: another process may be writing both
+    # Twice, with the ledger in between: another process may be writing both.
+    before = read_count(counts)
     whole = file.read_bytes()
     after = read_count(counts)
     *lines, tail = whole.split(b"\n")
@@ -273,10 +277,7 @@ class _Growing:
             return
         if self._phase is None:
             raise ValueError("it comes before the mechanism line")
-        if (
-            isinstance(record, Release | SessionStart | NoiseBlock | ClippingNorm | Extension)
-            and record.step != self._releases
-        ):
+        if isinstance(record, _OF_A_STEP) and record.step != self._releases:
             raise ValueError(
                 f"it is of step {record.step}, and {self._releases} releases come before it"
             )
@@ -295,6 +296,9 @@ class _Growing:
             self._said = replace(self._said, noise_drawn=record.how)
         elif isinstance(record, ClippingNorm):
             self._said = replace(self._said, max_grad_norm=record.max_grad_norm)
+        elif isinstance(record, EarlierRun):
+            before = self._said.started_from
+            self._said = replace(self._said, started_from=(*before, record.record))
         elif isinstance(record, PrivacyGivenUp):
             self._said = replace(self._said, not_private=record.reason)
 

@@ -190,6 +190,25 @@ class Release:
 
 
 @dataclass(frozen=True)
+class EarlierRun:
+    """Weights of an earlier run are among those that the releases from ``step`` on begin with.
+
+    Attributes:
+        record: public facts of that run (``ledger.earlier``).
+    """
+
+    step: int
+    record: Mapping[str, Any]
+
+    def to_json(self) -> dict[str, Any]:
+        return {"type": "earlier-run", "step": self.step, "of": dict(self.record)}
+
+    @classmethod
+    def from_json(cls, record: Mapping[str, Any]) -> EarlierRun:
+        return cls(int(record["step"]), dict(record["of"]))
+
+
+@dataclass(frozen=True)
 class PrivacyGivenUp:
     """From here on values that no noise covers are looked at: the run has no epsilon."""
 
@@ -211,6 +230,7 @@ Record = (
     | NoiseDrawn
     | ClippingNorm
     | Release
+    | EarlierRun
     | PrivacyGivenUp
 )
 _KINDS: dict[str, Any] = {
@@ -221,6 +241,7 @@ _KINDS: dict[str, Any] = {
     "noise-drawn": NoiseDrawn,
     "clipping-norm": ClippingNorm,
     "release": Release,
+    "earlier-run": EarlierRun,
     "not-private": PrivacyGivenUp,
 }
 

@@ -12,7 +12,9 @@ Any other state did not come from a stop, and is refused (``reader``).
 
 from __future__ import annotations
 
+import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -30,6 +32,7 @@ from quietgrad.ledger.chain import (
 from quietgrad.ledger.reader import REMEDY, LedgerContents, scan
 from quietgrad.ledger.records import (
     ClippingNorm,
+    EarlierRun,
     Extension,
     Mechanism,
     NoiseBlock,
@@ -70,6 +73,7 @@ class LedgerWriter:
         self._process = os.getpid()
         self._broken: str | None = None
         self._count_writer: CountWriter | None = None
+        self._earlier: list[Mapping[str, Any]] = []  # runs that weights are from, as was said
         self._norm: float | None = None  # what gradients are clipped to, as it was said last
         try:
             self._require_no_lost_ledger(resume)
@@ -150,6 +154,13 @@ class LedgerWriter:
             )
         self._append(Release(step, settings=settings))
 
+    def started_from(self, record: Mapping[str, Any]) -> None:
+        """Says that the weights are from an earlier run, too, unless it was said."""
+        record = json.loads(json.dumps(record))  # as it will be read
+        if record not in self._earlier:
+            self._append(EarlierRun(self._count.releases, record))
+            self._earlier.append(record)
+
     def not_private(self, reason: str) -> None:
         """Says that values which no noise covers are looked at from here on: the run has no
         epsilon.
@@ -217,6 +228,7 @@ class LedgerWriter:
         self._size = found.size
         self.contents: LedgerContents = found.contents
         header = found.contents.header
+        self._earlier = list(found.contents.started_from)
         self._norm = found.contents.max_grad_norm or header.get("max_grad_norm")
         if found.missing is not None:
             self._complete_line(found.missing)

@@ -28,6 +28,7 @@ from quietgrad.loading.draws import (
 from quietgrad.loading.padding import PaddingLooks
 from quietgrad.loading.reading import one_by_one, require_by_number, require_records_apart
 from quietgrad.loading.unsaid import say_no_lengths, say_no_sizes
+from quietgrad.loading.workers import let_go_of_dead_workers
 from quietgrad.sampling.poisson import PoissonSampler
 from quietgrad.sampling.users import UserIndices
 from quietgrad.tensors import Batch, batch_size_of, map_tensors, to_device
@@ -145,6 +146,7 @@ class PrivateLoader:
         first = self._run.released
         self._physical.steps = range(first, first + steps)
         this_pass = self.newest_pass = object()
+        let_go_of_dead_workers(self._reader)
         read = iter(self._reader)
         for indices in self._run.batches(steps):
             release = self._run.released

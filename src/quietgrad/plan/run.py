@@ -80,7 +80,7 @@ class PrivateRun(LooksTogether, TellsBeside, TellsProgress):
         self._loader: PrivateLoader | None = None
         self._spent, self._closed = (0, 0.0), False  # releases, and their epsilon
         self._one_at_a_time = threading.Lock()
-        self.starts = Starts(name, plan)
+        self.starts = Starts(name, plan, writer)
 
     def batches(self, steps: int | None = None) -> Iterator[Any]:
         """Index batches for the releases that remain, or for so many of them: arrays, with users

@@ -7,16 +7,18 @@ from __future__ import annotations
 from typing import Any
 
 from quietgrad.accounting import epsilon
+from quietgrad.ledger import LedgerContents
+from quietgrad.ledger.earlier import told_starts
 from quietgrad.plan import PrivacyPlan
-from quietgrad.training.files.provenance import Record, provenance, start_warnings
+from quietgrad.training.files.provenance import Record, provenance
 from quietgrad.training.files.run_dir import RunDir
 from quietgrad.training.prepare import Prepared
 from quietgrad.training.tasks.loaded import trainable_count
 from quietgrad.training.tasks.task import FinalScores
 
 
-def trained_on(prepared: Prepared, done: int) -> Record:
-    """What the saved model says of its training."""
+def trained_on(prepared: Prepared, done: int, ledger: LedgerContents | None = None) -> Record:
+    """What the saved model says of its training; ``ledger``: of a private run that has one."""
     plan, config = prepared.plan, prepared.config
     facts = None
     if plan is not None:
@@ -31,7 +33,8 @@ def trained_on(prepared: Prepared, done: int) -> Record:
             **plan.told_beside(),
             **({} if plan.course is None else {"settings_change": True}),
         }
-    return provenance(config.data.source, facts, config.data.public, prepared.started_from)
+    run = next((start.name for start in ledger.sessions), "") if ledger and facts else ""
+    return provenance(config.data.source, facts, config.data.public, prepared.started_from, run)
 
 
 def facts_of(prepared: Prepared) -> dict[str, Any]:
@@ -97,9 +100,7 @@ def result_of(
             result["majority_accuracy"] = scores.guessing
         if scores.classes:
             result["class_scores"] = scores.classes
-    if prepared.started_from:
-        result["started_from"] = list(prepared.started_from)
-        result["start_warnings"] = start_warnings(prepared.started_from)
+    result |= told_starts(prepared.started_from)
     if plan is not None:
         result["epsilon"] = epsilon_so_far(prepared, done)
         if plan.seed is not None and not plan.data_are_public:

@@ -132,7 +132,7 @@ def train(
         private = None
         if prepared.plan is not None:
             together.by_first(lambda: require_counted(run_dir, restored))
-            private = start_private(prepared.plan, run_dir, resume, together)
+            private = start_private(prepared.plan, run_dir, resume, together, prepared.started_from)
             stack.enter_context(private)
             # Releases that the ledger holds beyond the checkpoint are spent: training goes on at
             # the next number.
@@ -271,7 +271,7 @@ class _Loop:
         if not self.writes:
             return {}
         with run_dir.new_model() as folder:
-            prepared.task.save(model, folder, trained_on(prepared, done))
+            prepared.task.save(model, folder, trained_on(prepared, done, self.ledger))
         result = result_of(prepared, run_dir, done, scores)
         if self.average is not None:
             result["weights"] = "averaged" if averaged else "last"

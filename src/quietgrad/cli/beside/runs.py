@@ -133,10 +133,12 @@ def run_of(path: Path, folder: Path) -> Run:
     status = FINISHED if result else UNFINISHED
     steps, planned = int(result.get("steps") or 0), result.get("planned_steps")
     spent, delta, said = result.get("epsilon"), result.get("delta"), result
+    begins = bool(result.get("started_from"))
     if private and "selection" not in result:  # the best of several runs keeps no ledger
         try:
             contents = read_ledger(path)
             said = contents.header or result
+            begins = begins or bool(contents.started_from)
             made, delta = contents.releases, contents.header.get("delta", delta)
             if contents.header:
                 planned = planned_course(contents)[0].steps
@@ -165,7 +167,7 @@ def run_of(path: Path, folder: Path) -> Run:
         delta if private else None,
         str(said.get("neighbouring", "")) if private else "",
         bool(said.get("data_declared_public")),
-        bool(result.get("started_from")),
+        begins,
         score,
         metric,
         max(p.stat().st_mtime for p in path.iterdir() if p.is_file()),

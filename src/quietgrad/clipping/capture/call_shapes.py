@@ -4,13 +4,20 @@ gradients at what it returns lie.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor
 
-from quietgrad.clipping.capture.escapes import no_example_dimension, several_inputs
+from quietgrad.clipping.capture.escapes import nested, no_example_dimension, several_inputs
 from quietgrad.clipping.capture.layout import Site
 from quietgrad.clipping.norms.rules import batched_dims
+
+
+def require_not_nested(site: Site, leaves: Iterable[Any]) -> None:
+    """That no tensor among what a module is called with, or returns, is nested."""
+    if any(isinstance(leaf, Tensor) and leaf.is_nested for leaf in leaves):
+        raise nested(site)
 
 
 def give_outputs_examples(

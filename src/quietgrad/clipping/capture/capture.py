@@ -23,6 +23,7 @@ from quietgrad.clipping.capture.call_shapes import (
     give_outputs_examples,
     in_rows,
     require_examples_first,
+    require_not_nested,
     tensors_among,
 )
 from quietgrad.clipping.capture.escapes import NotCaptured, gradients_of_its_own
@@ -64,6 +65,7 @@ class Use:
 
 
 Receiver = Callable[[Use], None]
+NONE: frozenset[int] = frozenset()
 
 
 @dataclass
@@ -258,18 +260,15 @@ def _expander(
     def expand(
         module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        if batch_size == 1 or is_off(recording) or recording.lenient:
+        if is_off(recording) or recording.lenient:
             return None
-        if not site.unit.examples_first(module, args):
+        require_not_nested(site, (*args, *kwargs.values()))
+        if batch_size == 1 or not site.unit.examples_first(module, args):
             return None
         if site.rule is not None and args and first_dimension(args[0]) == batch_size:
             return None
         leaves, spec = _flattened(args, kwargs)
-        common = (
-            frozenset()
-            if site.rule is not None
-            else shared.places(site.name, leaves, spec, batch_size)
-        )
+        common = shared.places(site.name, leaves, spec, batch_size) if site.rule is None else NONE
         if any(first_dimension(x) == batch_size for i, x in enumerate(leaves) if i not in common):
             return None
         recording.expanded.add(site.name)
@@ -307,6 +306,7 @@ def _recorder(
         positions = tuple(i for i, leaf in enumerate(outputs) if _carries_gradient(leaf, recording))
         if not positions:
             return None
+        require_not_nested(site, (*args, *kwargs.values(), *outputs))
         if site.rule is not None:
             require_examples_first(site, args, kwargs, batch_size)
         else:
@@ -317,11 +317,7 @@ def _recorder(
         inputs = [kept_input(site.rule, site.parameters, leaves[i]) for i in places]
         if recording.spread is not None:
             inputs = [recording.spread.lasting(x) for x in inputs]
-        common = (
-            frozenset()
-            if site.rule is not None
-            else shared.places(site.name, leaves, spec, batch_size)
-        )
+        common = shared.places(site.name, leaves, spec, batch_size) if site.rule is None else NONE
         leaves = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         recording.note_call(site)
         cast = None if site.rule is not None else Autocast.now(recording.root.device)

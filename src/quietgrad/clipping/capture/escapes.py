@@ -36,6 +36,16 @@ def several_inputs(site: Site) -> NotCaptured:
     )
 
 
+def nested(site: Site) -> NotCaptured:
+    """Of a layer that meets tensors of unlike lengths in one, which have no dimensions."""
+    return NotCaptured(
+        f"layer {site.name!r} ({type(site.module).__name__}) is called with a nested tensor, or "
+        "returns one (torch.nested), whose per-example gradients are not known; give it padded "
+        "tensors and a mask, freeze its parameters (requires_grad_(False)), or take one example at "
+        "a time (engine='one-example', exact for every layer)"
+    )
+
+
 def sorted_beforehand(site: Site) -> NotCaptured:
     """Of a recurrent layer whose examples stand in an order that nobody tells."""
     return NotCaptured(

@@ -26,6 +26,7 @@ from quietgrad.clipping.capture.backward import (
     with_any_checkpointing,
 )
 from quietgrad.clipping.capture.capture import Use
+from quietgrad.clipping.capture.escapes import NotCaptured
 from quietgrad.clipping.capture.layout import Layout
 from quietgrad.clipping.capture.layout.modules import tensors_in
 from quietgrad.clipping.capture.views import slice_batch
@@ -113,8 +114,11 @@ class _Everywhere:
 
 @dataclass
 class _Meter:
-    """Multiplications and saved memory of what runs inside."""
+    """Multiplications and saved memory of what runs inside; ``counts``: False where torch's counter
+    of multiplications cannot be on (it knows nothing of nested tensors, say).
+    """
 
+    counts: bool = True
     multiplications: float = 0.0
     saved: dict[int, int] = field(default_factory=dict)
 
@@ -129,6 +133,10 @@ class _Meter:
                 self.saved[storage._cdata] = storage.nbytes()
             return tensor
 
+        if not self.counts:
+            with saved_tensors_hooks(pack, lambda tensor: tensor):
+                yield
+            return
         counter = FlopCounterMode(display=False)
         counter.mod_tracker = _Everywhere()  # type: ignore[assignment]
         with counter, saved_tensors_hooks(pack, lambda tensor: tensor):
@@ -157,16 +165,30 @@ def trace(
         {p.device.index or 0 for p in layout.parameters.values() if p.device.type == "cuda"}
     )
     one, trace_it = slice_batch(batch, 0, 1), _trace if captured else _trace_plain
-    with torch.random.fork_rng(devices):
-        return with_any_checkpointing(
-            checkpointing, lambda r: trace_it(model, layout, per_example_loss, one, r)
-        )
+
+    def traced(counts: bool) -> ModelTrace:
+        with torch.random.fork_rng(devices):
+            return with_any_checkpointing(
+                checkpointing, lambda r: trace_it(model, layout, per_example_loss, one, r, counts)
+            )
+
+    try:
+        return traced(counts=True)
+    except (torch.OutOfMemoryError, NotCaptured):
+        raise
+    except (RuntimeError, TypeError, NotImplementedError):  # the counter's; or the model's, again
+        return traced(counts=False)
 
 
 def _trace_plain(
-    model: nn.Module, layout: Layout, per_example_loss: PerExampleLoss, one: Batch, reentrant: bool
+    model: nn.Module,
+    layout: Layout,
+    per_example_loss: PerExampleLoss,
+    one: Batch,
+    reentrant: bool,
+    counts: bool,
 ) -> ModelTrace:
-    meter = _Meter()
+    meter = _Meter(counts)
     with meter.reading(model, one):
         gradients_of_batch(model, layout, per_example_loss, one, reentrant)
     parameters = tuple(
@@ -186,7 +208,12 @@ def _bytes_of(layout: Layout) -> tuple[int, int]:
 
 
 def _trace(
-    model: nn.Module, layout: Layout, per_example_loss: PerExampleLoss, one: Batch, reentrant: bool
+    model: nn.Module,
+    layout: Layout,
+    per_example_loss: PerExampleLoss,
+    one: Batch,
+    reentrant: bool,
+    counts: bool,
 ) -> ModelTrace:
     found: dict[str, list[MatrixFactors]] = {}
     output_bytes: dict[str, int] = {}
@@ -204,7 +231,7 @@ def _trace(
                 found.setdefault(name, []).append(contribution)
                 output_bytes[name] = output_bytes.get(name, 0) + size
 
-    meter = _Meter()
+    meter = _Meter(counts)
     passes = forward_captured(model, layout, per_example_loss, one, receive, reentrant)
     with meter.reading(model, one), passes as (losses, recording):
         visit_captured_calls(losses, recording, layout)

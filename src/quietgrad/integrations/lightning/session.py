@@ -14,8 +14,9 @@ from quietgrad.distributed.together import Together, here
 from quietgrad.durable import make_folder
 from quietgrad.integrations.trained import record_of
 from quietgrad.ledger import LedgerContents, holds_records, read_ledger
+from quietgrad.ledger.earlier import RUN, tells_of
 from quietgrad.plan import PrivacyPlan, PrivateRun
-from quietgrad.plan.session.trained import Trained, facts_of, is_private, note_trained, runs_of
+from quietgrad.plan.session.trained import NEW_MODEL, Trained, facts_of, note_trained, runs_of
 from quietgrad.training.files.noise_state import (
     NoiseKeeper,
     forget_keys,
@@ -44,8 +45,8 @@ def check_start(record: Record | None, accepted: str, plan: PrivacyPlan) -> tupl
     if not plan.data_are_public and starts_of(record) and accepted != EPSILONS_ADD:
         raise ValueError(
             "these weights are from a private run, whose epsilon adds to this one's for every "
-            "record that both use; go on with that run (ckpt_path=), start from a public model, "
-            f"or, where the cost is accepted, set accept_start = {EPSILONS_ADD!r}"
+            f"record that both use; go on with that run (ckpt_path=), {NEW_MODEL}, or, where "
+            f"the cost is accepted, set accept_start = {EPSILONS_ADD!r}"
         )
     return (record,)
 
@@ -112,14 +113,17 @@ class Session:
                 what ``PrivacyPlan.start`` refuses.
         """
         self._together = here()
+
+        def told(one: Trained) -> bool:
+            """Weights of a checkpoint are copies of what its run trained here, if it did."""
+            return tells_of({RUN: loaded_run, **(record or {})}, one.run, one.releases)
+
         with contextlib.ExitStack() as opened:
             # The first process alone locks, looks and, at the end, removes what is secret.
             begun = self._together.by_first(lambda: self._take(opened, checkpoint is not None))
             if checkpoint is None:
-                # Of weights with a private run's record it is known already whose copies they are.
-                copies = record is None or not is_private(record)
-                held = [] if module is None else runs_of(module, copies=copies)
-                others = (record_of(one) for one in held if one.run != loaded_run)
+                held = [] if module is None else runs_of(module)
+                others = (record_of(one) for one in held if not told(one))
                 begins = (record, *others)
                 self._started_from += self._together.all_of(
                     lambda: sum((check_start(one, accepted, self.plan) for one in begins), ()),
@@ -131,7 +135,8 @@ class Session:
                 self._started_from = tuple(checkpoint.get(KEY, {}).get("started_from", ()))
             if self._together.first and not begun:
                 opened.callback(remove_unreleased, self.files)  # once the run has let go of it
-            run = opened.enter_context(start_private(self.plan, self.files, begun, self._together))
+            given = self.plan, self.files, begun, self._together, self._started_from
+            run = opened.enter_context(start_private(*given))
             self._ledger = self._together.by_first(lambda: read_ledger(self.files.ledger))
             self.run, self._keeper = run, NoiseKeeper(run)
             run.starts.known = True  # asked for, or refused, above
@@ -203,8 +208,9 @@ class Session:
             **self.plan.told_users(),
             **self.plan.told_beside(),
         }
-        made = provenance("train_dataset", facts, self.plan.data_are_public, self._started_from)
         name, starts = self._ledger.sessions[0].name, list(self._ledger.makers(releases))
+        public, began = self.plan.data_are_public, self._started_from
+        made = provenance("train_dataset", facts, public, began, name)
         return {"run": name, "releases": releases, "starts": starts, KEY: made}
 
     def keep_noise(self) -> None:

@@ -16,6 +16,7 @@ from lightning.pytorch.strategies import (
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 
 from quietgrad.clipping.soundness.processes import OTHERS, refuse_models_of, refuse_wrapped_model
+from quietgrad.integrations.lightning.checkpoints import refuse_cut_off
 
 REPLICAS = (
     'use strategy="ddp", which keeps the whole model in every process, devices=1, or '
@@ -70,7 +71,8 @@ def refuse_cut(strategy: ModelParallelStrategy, world_size: int) -> None:
 
 def refuse_shards(strategy: Any) -> Callable[[], None]:
     """From now on a checkpoint of shards, a directory, is refused by a strategy whose parameters
-    are whole; Lightning tells which one is loaded to the strategy alone.
+    are whole, and so is one that was cut off; Lightning tells which one is loaded to the strategy
+    alone.
 
     Returns:
         Puts the strategy back as it was.
@@ -86,6 +88,7 @@ def refuse_shards(strategy: Any) -> Callable[[], None]:
                 f"saved, and {type(strategy).__name__} cannot read; go on with "
                 "strategy=ModelParallelStrategy(N, 1) and devices=N, 2 or more (docs/lightning.md)"
             )
+        refuse_cut_off(checkpoint_path)
         return load(checkpoint_path, *args, **options)
 
     strategy.load_checkpoint = checked

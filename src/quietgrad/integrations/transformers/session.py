@@ -21,8 +21,9 @@ from quietgrad.events import unit_of
 from quietgrad.integrations.reporting import shown_epsilon, spent_name
 from quietgrad.integrations.trained import record_of
 from quietgrad.ledger import LedgerContents, holds_records, read_ledger
+from quietgrad.ledger.earlier import tells_of
 from quietgrad.plan import PrivacyPlan, PrivateRun
-from quietgrad.plan.session.trained import Trained, facts_of, is_private, note_trained, runs_of
+from quietgrad.plan.session.trained import NEW_MODEL, Trained, facts_of, note_trained, runs_of
 from quietgrad.training.files.card import CARD, add_privacy, is_blank
 from quietgrad.training.files.noise_state import (
     NoiseKeeper,
@@ -119,16 +120,17 @@ class TrainerSession:
             )
             raise ValueError(said) from None
         put_away(model)  # else parameters that an evaluation left gathered are not those trained
-        # Of weights from a private run's file it is known already whose copies they are.
-        held = runs_of(model, copies=not any(map(is_private, found)))
+        held = runs_of(model)
         here = self._run_here() if held else ""
-        records = tuple(record_of(t) for t in held if t.run != here)
+        # Weights that were read from a run's file are copies of what it trained here, if it did.
+        others = (t for t in held if not any(tells_of(one, t.run, t.releases) for one in found))
+        records = tuple(record_of(t) for t in others if t.run != here)
         kinds: set[str] = set().union(*map(starts_of, records))
         if protect and kinds and accepted not in (WITHOUT_PRIVACY, *kinds):
             raise ValueError(
                 "model was trained by another private run of this process, whose epsilon adds to "
-                f"this one's in {str(self.files.path)!r} for every record that both use; begin "
-                "with new weights, go on with that run by resume_from_checkpoint=True in its own "
+                f"this one's in {str(self.files.path)!r} for every record that both use; "
+                f"{NEW_MODEL}, go on with that run by resume_from_checkpoint=True in its own "
                 'output_dir, or, where both are meant, set accept_start="epsilons-add"'
             )
         # What this directory's own run has begun with was asked for when it began.
@@ -177,7 +179,8 @@ class TrainerSession:
             if writes and resume is False:
                 held.callback(remove_unreleased, self.files)  # once the run has let go of it
             goes_on = resume is not False
-            with start_private(self.plan, self.files, goes_on, self.together) as run:
+            given = self.plan, self.files, goes_on, self.together, self.started_from
+            with start_private(*given) as run:
                 self._ledger = self.together.by_first(lambda: read_ledger(self.files.ledger))
                 self._name = self._ledger.sessions[0].name
                 self.run, self._keeper = run, NoiseKeeper(run)

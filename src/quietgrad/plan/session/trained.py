@@ -13,6 +13,8 @@ from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary
 
 from quietgrad.accounting import epsilon_report
 from quietgrad.checks import SettingsWarning
+from quietgrad.ledger import LedgerWriter
+from quietgrad.ledger.earlier import RUN, starts_of, tells_of
 from quietgrad.plan.session.copies import (
     digest_of,
     moved,
@@ -24,6 +26,14 @@ from quietgrad.plan.session.copies import (
 from quietgrad.tensors import is_spread
 
 Facts = Callable[[int], Mapping[str, Any]]
+
+# For who loads other weights into a model that a run has trained: what they were made of is not
+# known, and an optimiser of that run may still hold its releases. So they count as that run's, and
+# copies of them too.
+NEW_MODEL = (
+    "begin with new weights in a new model (what is loaded into a trained one counts as its run's, "
+    "for its copies too; where that is a mistake, in a new process)"
+)
 
 
 @dataclass(eq=False)
@@ -56,6 +66,12 @@ def facts_of(plan: Any) -> Facts:
         return {"epsilon": spent, "delta": delta, "steps": releases, **told}
 
     return facts
+
+
+def said_of(trained: Trained) -> dict[str, Any]:
+    """For a ledger: public facts of a run so far, without those that it began with."""
+    kind = {"private": True, "data_declared_public": trained.data_are_public}
+    return {**kind, **trained.facts(trained.releases), RUN: trained.run}
 
 
 # Parameters -> the run that trained them last, as long as they are in memory.
@@ -182,18 +198,30 @@ class Starts:
     Args:
         run: its name.
         plan: what it carries out.
+        writer: of its ledger, which says which runs these were; None where there is none here.
 
     Attributes:
         known: whether earlier runs were asked for already, so that none is said here.
         trains: whether anything steps on what is released; an audit looks at it alone.
     """
 
-    def __init__(self, run: str, plan: Any) -> None:
+    def __init__(self, run: str, plan: Any, writer: LedgerWriter | None = None) -> None:
         self._trained = Trained(run, facts_of(plan), plan.data_are_public)
+        self._writer = writer
         self._met: list[list[TensorWeakRef]] = []  # what it trains of each of its models
         self._largest: list[TensorWeakRef] = []  # of each
         self.known = False
         self.trains = True
+
+    def asked_for(self, records: Iterable[Mapping[str, Any]]) -> None:
+        """Records of the outputs of earlier runs that the weights are from, as files say."""
+        for record in records:
+            self._trained.started_from += (record,)
+            self._write(record)
+
+    def _write(self, record: Mapping[str, Any]) -> None:
+        if self._writer is not None and starts_of(record):
+            self._writer.started_from(record)
 
     def met(self, model: nn.Module) -> None:
         """Records are clipped for a model. Says once if another private run trained it."""
@@ -204,8 +232,10 @@ class Starts:
         self._met.append([TensorWeakRef(p) for p in trains])
         self._largest = [TensorWeakRef(p) for p in (*_alive(self._largest), *largest_of(model))]
         ours = self._trained
-        others = earlier_runs(model, ours)
+        others = tuple(one for one in earlier_runs(model, ours) if not self._is_told(one))
         ours.started_from += others
+        for one in others:
+            self._write(said_of(one) if isinstance(one, Trained) else one)
         # An earlier session of this run, in this process.
         same = (one.releases for one in runs_of(model) if one.run == ours.run)
         ours.releases = max(ours.releases, *same, 0)
@@ -214,10 +244,15 @@ class Starts:
             warnings.warn(
                 "the model was trained by another private run of this process, and epsilon is "
                 "this run's alone: for records that both use the epsilons and deltas add; "
-                "begin with new weights, or go on with the first run by its ledger",
+                f"{NEW_MODEL}, or go on with the first run by its ledger",
                 SettingsWarning,
                 stacklevel=5,
             )
+
+    def _is_told(self, one: Any) -> bool:
+        """Whether the record of a file is of a run that is known here, too."""
+        told = [other for other in self._trained.started_from if not isinstance(other, Trained)]
+        return isinstance(one, Trained) and any(tells_of(r, one.run, one.releases) for r in told)
 
     def released(self, releases: int) -> None:
         """So many in all, those of earlier sessions counted. The weights are still those that the

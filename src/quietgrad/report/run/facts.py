@@ -13,6 +13,7 @@ from quietgrad.accounting import epsilon_report
 from quietgrad.durable import whole_lines
 from quietgrad.events import PrivacyEvent
 from quietgrad.ledger import LEDGER_NAME, LedgerContents, ledger_path
+from quietgrad.ledger.earlier import start_warnings
 from quietgrad.ledger.reader import Scan, planned_course, scan
 
 if sys.version_info >= (3, 11):
@@ -114,6 +115,14 @@ class RunFacts:
         """Whether the records were declared to need no protection."""
         said = {**self.result, **self.said.header}
         return bool(said.get("data_declared_public"))
+
+    @property
+    def start_warnings(self) -> list[str]:
+        """What is to be said of weights of earlier runs that it began with; also of a run that has
+        no result yet.
+        """
+        found = [*self.result.get("start_warnings", ()), *start_warnings(self.said.started_from)]
+        return list(dict.fromkeys(found))
 
     @property
     def norms(self) -> tuple[float, float] | None:

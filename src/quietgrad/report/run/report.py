@@ -100,7 +100,7 @@ def _warnings(facts: RunFacts) -> list[str]:
         found.append(str(facts.audit["verdict"]))
     if facts.ledger is not None and facts.ledger.torn:
         found.append("The ledger's last line was cut off; it is counted as a release.")
-    found += [f"{line}." for line in facts.result.get("start_warnings", ())]
+    found += [f"{line}." for line in facts.start_warnings]
     return found
 
 

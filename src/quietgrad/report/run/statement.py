@@ -95,7 +95,7 @@ def _rows(facts: RunFacts) -> Iterator[Row]:
     yield "Tuned on what", _tuned(facts, bool(selection))
     for row in _assumptions(facts, unit):
         yield "Assumption", row
-    for earlier in facts.result.get("start_warnings", ()):
+    for earlier in facts.start_warnings:
         yield "Start", f"{earlier}."
     if facts.ledger is not None:
         count = facts.ledger.complete

@@ -6,16 +6,17 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
 from quietgrad.distributed.together import Together
 from quietgrad.keyring import forget_secrets, read_secrets
-from quietgrad.ledger import read_ledger
-from quietgrad.ledger.chain import count_path
+from quietgrad.ledger.removing import remove_if_unreleased
 from quietgrad.noise.correlation.mixing import MixingMatrix, load_mixing, save_mixing
 from quietgrad.plan import PrivacyPlan, PrivateRun
 from quietgrad.plan.seeds import key_of_seed
+from quietgrad.training.files.provenance import Record
 from quietgrad.training.files.run_dir import RunDir
 from quietgrad.training.settings.config import TrainConfig
 
@@ -23,14 +24,31 @@ SPARING = 50
 
 
 def start_private(
-    plan: PrivacyPlan, run_dir: RunDir, resume: bool, together: Together
+    plan: PrivacyPlan,
+    run_dir: RunDir,
+    resume: bool,
+    together: Together,
+    started_from: Iterable[Record] = (),
 ) -> PrivateRun:
     """Starts the plan, or goes on with it: correlated noise exactly where it was, as long as the
     secret file is there (or a seed is given). On several processes the first one writes.
+
+    Args:
+        plan, run_dir, resume, together: what, where, how, and of whom.
+        started_from: records of the outputs of earlier runs that the weights are from, which the
+            ledger says before a release is made.
     """
     if plan.mixing is not None and not resume:
         together.by_first(lambda: _keep_choice(plan, run_dir))
-    return plan.start(run_dir.ledger, run_dir.secrets, resume)
+    run = plan.start(run_dir.ledger, run_dir.secrets, resume)
+    try:
+        together.by_first(lambda: run.starts.asked_for(started_from))
+        if not together.first:  # which has no ledger to write to
+            run.starts.asked_for(started_from)
+    except BaseException:
+        run.close()
+        raise
+    return run
 
 
 def _keep_choice(plan: PrivacyPlan, run_dir: RunDir) -> None:
@@ -120,16 +138,7 @@ def forget_keys(run_dir: RunDir) -> None:
 def remove_unreleased(run_dir: RunDir) -> None:
     """Removes the ledger and the secrets of a run that has ended before its first release, such as
     one whose model was refused: nothing was spent, and its directory takes another run. A ledger
-    that counts a release, or that says that privacy was given up, stays.
+    that counts a release, or that says that privacy was given up, stays, and so does one that
+    somebody else has opened by now.
     """
-    if not run_dir.ledger.is_file():
-        return
-    try:
-        left = read_ledger(run_dir.ledger)
-    except ValueError:  # what it counts is not known
-        return
-    if left.releases or left.not_private is not None:
-        return
-    forget_keys(run_dir)
-    run_dir.ledger.unlink()
-    count_path(run_dir.ledger).unlink(missing_ok=True)
+    remove_if_unreleased(run_dir.ledger, also=lambda: forget_keys(run_dir))

@@ -23,13 +23,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 from quietgrad.durable import write_whole
+from quietgrad.ledger.earlier import EPSILONS_ADD as EPSILONS_ADD
+from quietgrad.ledger.earlier import RUN, STARTS
+from quietgrad.ledger.earlier import WITHOUT_PRIVACY as WITHOUT_PRIVACY
+from quietgrad.ledger.earlier import start_warnings as start_warnings
+from quietgrad.ledger.earlier import starts_of as starts_of
 
 FILE = "quietgrad.json"
 # in quietgrad.json, and in the header of safetensors files, whose values are strings
 KEY = "quietgrad_trained_on"
 ADAPTERS = "adapter_config.json"  # PEFT's
-WITHOUT_PRIVACY, EPSILONS_ADD = "trained-without-privacy", "epsilons-add"
-STARTS = (WITHOUT_PRIVACY, EPSILONS_ADD)
 Start = Literal["trained-without-privacy", "epsilons-add"]
 
 Record = dict[str, Any]
@@ -40,6 +43,7 @@ def provenance(
     facts: Mapping[str, Any] | None,
     data_are_public: bool,
     started_from: tuple[Record, ...] = (),
+    run: str = "",
 ) -> Record:
     """What an output says of the run that made it: public facts alone.
 
@@ -48,6 +52,8 @@ def provenance(
         facts: epsilon, delta and so on of a private run; None for one without privacy.
         data_are_public: whether the training records were declared public.
         started_from: the records of the outputs that it started from, where that was asked for.
+        run: its name, as its ledger has it: by that weights in memory are known to be the same
+            run's; "" without a ledger.
     """
     # A path of the user's machine is nobody's business; the name is for people.
     name = (
@@ -60,19 +66,10 @@ def provenance(
         "data": name,
         "data_declared_public": data_are_public,
         **(facts or {}),
+        **({RUN: run} if run else {}),
         "started_from": list(started_from),
         "quietgrad": _version(),
     }
-
-
-def starts_of(record: Record) -> set[str]:
-    """The names under which a start from such an output has to be asked for; none where all data
-    were declared public.
-    """
-    found = set().union(*(starts_of(earlier) for earlier in record.get("started_from", ())))
-    if not record.get("data_declared_public"):
-        found.add(EPSILONS_ADD if record.get("private") else WITHOUT_PRIVACY)
-    return found
 
 
 def check_start(
@@ -128,18 +125,6 @@ def check_start(
             f'model.accept_start = "{kind}"'
         )
     return tuple(found)
-
-
-def start_warnings(records: tuple[Record, ...]) -> list[str]:
-    """What a result has to say of its start."""
-    kinds = set().union(*(starts_of(record) for record in records))
-    said = {
-        WITHOUT_PRIVACY: "started from weights that were trained without privacy: epsilon covers "
-        "no record that those have seen",
-        EPSILONS_ADD: "started from weights of a private run: for records of both runs their "
-        "epsilons and deltas add",
-    }
-    return [said[kind] for kind in STARTS if kind in kinds]
 
 
 def read_provenance(place: Path) -> Record | None:

@@ -22,6 +22,7 @@ from quietgrad.accounting.renyi.epsilon import RENYI_ORDERS
 from quietgrad.checks import SettingsWarning, default_delta, require_delta_for, require_positive
 from quietgrad.events import ADD_REMOVE, EventSequence, PoissonGaussian, PrivacyEvent
 from quietgrad.plan.session.trained import (
+    NEW_MODEL,
     Trained,
     earlier_runs,
     is_private,
@@ -105,7 +106,7 @@ class QuietgradAccountant:
             "records that both use the epsilons and deltas add"
         )
         warnings.warn(
-            f"the model was trained by {what}; begin with new weights, or go on with the first one",
+            f"the model was trained by {what}; {NEW_MODEL}, or go on with the first one",
             SettingsWarning,
             stacklevel=4,
         )
