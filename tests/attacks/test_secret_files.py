@@ -1,8 +1,15 @@
-"""Secret files that cannot be written: a start says so, and costs nothing."""
+"""Secret files that cannot be written or read, or that would be written over the ledger: a start
+says so, and costs nothing.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import secrets
 import stat
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,9 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quietgrad import PrivacyConfig
-from quietgrad.keyring import places_path
+from quietgrad.keyring import places_path, read_secrets, rows_path
 from quietgrad.ledger import read_ledger
-from quietgrad.noise import BandedNoise
+from quietgrad.ledger.chain import count_path
+from quietgrad.noise import BandedNoise, IndependentNoise
 
 CONFIG = PrivacyConfig(
     noise_multiplier=1.0, expected_batch_size=8, steps=4, noise=BandedNoise(bands=2)
@@ -59,3 +67,57 @@ def test_places_that_cannot_be_written_are_named(tmp_path: Path) -> None:
     (in_the_way / "of somebody else").rmdir()
     in_the_way.rmdir()
     assert released(ledger, keys) == 2
+
+
+@pytest.mark.parametrize("of", ["ledger", "count", "link", "hard link", "rows"])
+@pytest.mark.parametrize("banded", [True, False], ids=["banded", "independent"])
+def test_secrets_are_not_written_over_the_ledger(of: str, banded: bool, tmp_path: Path) -> None:
+    # Before: at each start the secrets took the ledger's place, or its count's, for good.
+    ledger = tmp_path / "ledger.jsonl"
+    seed = None if banded else secrets.token_hex(16)
+    noise = BandedNoise(bands=2) if banded else IndependentNoise()
+    plan = replace(CONFIG, noise=noise, seed=seed).build(len(RECORDS))
+    places = {"ledger": ledger, "count": count_path(ledger), "rows": tmp_path / "ledger"}
+    keys = places.get(of, tmp_path / "keys.json")
+    if of == "rows":  # of correlated noise: "ledger.rows" beside keys="ledger"
+        ledger = rows_path(keys)
+    with plan.start(ledger, tmp_path / "first.json") as run:
+        for batch in run.loader(RECORDS, steps=2):
+            run.backward(nn.Linear(2, 2), loss, batch)
+    if of == "link":
+        keys.symlink_to(ledger)
+    elif of == "hard link":
+        keys.hardlink_to(ledger)
+    held = ledger.read_bytes(), count_path(ledger).read_bytes()
+    with pytest.raises(ValueError, match=r"keys=.* and ledger=.*written over the ledger"):
+        plan.start(ledger, keys)
+    assert (ledger.read_bytes(), count_path(ledger).read_bytes()) == held
+    assert read_ledger(ledger).releases == 2
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid"), reason="needs users")
+def test_keys_of_somebody_else_are_named(tmp_path: Path) -> None:
+    # Before: PermissionError, after the ledger's lock was taken, without a remedy.
+    ledger, keys = tmp_path / "ledger.jsonl", tmp_path / "keys.json"
+    assert released(ledger, keys) == 2
+    with as_somebody_else(keys), pytest.raises(ValueError, match=r"keys=.*cannot be read"):
+        read_secrets(keys)
+    assert released(ledger, keys) == 4
+
+
+@contextlib.contextmanager
+def as_somebody_else(keys: Path) -> Iterator[None]:
+    """Root may read everything; others may not once the file says so."""
+    if os.geteuid():
+        keys.chmod(0)
+        yield
+        keys.chmod(0o600)
+        return
+    for folder in (keys.parent, *keys.parent.parents):
+        if folder.stat().st_uid == 0 and not folder.stat().st_mode & stat.S_IXOTH:
+            folder.chmod(folder.stat().st_mode | stat.S_IXOTH)
+    os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(0)

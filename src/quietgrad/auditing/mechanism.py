@@ -26,7 +26,7 @@ from quietgrad.auditing.bounds.errors import (
     epsilon_of_rates,
     lower_bound_clopper_pearson,
     lower_bound_trade_off,
-    require_confidence,
+    require_confidence_of_audit,
     upper_rate,
 )
 from quietgrad.auditing.bounds.thresholds import (
@@ -82,7 +82,7 @@ def audit_mechanism(
         ValueError: for bad arguments, or a stage of other records than the plan's.
     """
     require_word("kind", kind, KINDS)
-    require_confidence(confidence)
+    require_confidence_of_audit(confidence)
     require_int("runs", runs)
     require_at_least(
         "runs", runs, FEWEST_RUNS, "rates cannot be told from fewer; thousands are usual"
