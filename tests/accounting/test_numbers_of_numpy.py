@@ -11,6 +11,9 @@ import numpy as np
 import pytest
 
 from quietgrad.accounting import RunCount, epsilon, renyi_epsilon, selected_epsilon
+from quietgrad.accounting.one_step import one_step
+from quietgrad.accounting.product import _ends
+from quietgrad.accounting.scale_mixture import ScaleMixture
 from quietgrad.events import EventSequence, PoissonGaussian, SideRelease
 
 DELTA = 1e-5
@@ -41,3 +44,12 @@ def test_choices_and_orders_are_not_rounded(kind: Any) -> None:
     count, same = RunCount(kind(7.3), kind(0.7)), RunCount(float(kind(7.3)), float(kind(0.7)))
     assert selected_epsilon(run, count, kind(delta)) == selected_epsilon(run, same, delta)
     assert renyi_epsilon(run, kind(delta)) == renyi_epsilon(run, delta)
+
+
+def test_records_that_are_drawn_rarely_take_no_terabyte() -> None:
+    # Before: 1.4e9 points, and MemoryError: the sum's standard deviation was taken for the scale
+    # of its tails.
+    mixture, interval = ScaleMixture(np.ones(1), np.ones(1), 0.0, 0.0), 1.6e-5
+    rare = one_step(mixture, 0.6, 1e-5, -1, 200_000, interval).remove
+    low, high = _ends([rare], [10_000], interval, 1e-15)
+    assert high - low < 2**23
