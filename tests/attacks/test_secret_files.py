@@ -4,17 +4,15 @@ says so, and costs nothing.
 
 from __future__ import annotations
 
-import contextlib
-import os
 import secrets
 import stat
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+from somebody_else import kept_from, needs_users
 from torch import Tensor, nn
 
 from quietgrad import PrivacyConfig
@@ -95,29 +93,11 @@ def test_secrets_are_not_written_over_the_ledger(of: str, banded: bool, tmp_path
     assert read_ledger(ledger).releases == 2
 
 
-@pytest.mark.skipif(not hasattr(os, "geteuid"), reason="needs users")
+@needs_users
 def test_keys_of_somebody_else_are_named(tmp_path: Path) -> None:
     # Before: PermissionError, after the ledger's lock was taken, without a remedy.
     ledger, keys = tmp_path / "ledger.jsonl", tmp_path / "keys.json"
     assert released(ledger, keys) == 2
-    with as_somebody_else(keys), pytest.raises(ValueError, match=r"keys=.*cannot be read"):
+    with kept_from(keys), pytest.raises(ValueError, match=r"keys=.*cannot be read"):
         read_secrets(keys)
     assert released(ledger, keys) == 4
-
-
-@contextlib.contextmanager
-def as_somebody_else(keys: Path) -> Iterator[None]:
-    """Root may read everything; others may not once the file says so."""
-    if os.geteuid():
-        keys.chmod(0)
-        yield
-        keys.chmod(0o600)
-        return
-    for folder in (keys.parent, *keys.parent.parents):
-        if folder.stat().st_uid == 0 and not folder.stat().st_mode & stat.S_IXOTH:
-            folder.chmod(folder.stat().st_mode | stat.S_IXOTH)
-    os.seteuid(65534)
-    try:
-        yield
-    finally:
-        os.seteuid(0)

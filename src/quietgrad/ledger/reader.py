@@ -136,15 +136,20 @@ def read_ledger(path: str | Path) -> LedgerContents:
         path: a run directory or a ledger file.
 
     Raises:
-        ValueError: if there is none, it is damaged, or it is not as long as its count file says.
+        ValueError: if there is none, it cannot be read, is damaged, or is not as long as its count
+            file says.
     """
-    file = ledger_path(path)
-    if not file.is_file():
-        raise ValueError(
-            f"ledger={str(path)!r}: no ledger there; pass a run directory that holds "
-            f"{LEDGER_NAME}, or that file"
-        )
-    return scan(file).contents
+    try:
+        file = ledger_path(path)
+        if file.is_file():
+            return scan(file).contents
+    except OSError as error:
+        why = error.strerror or error
+        raise ValueError(f"ledger={str(path)!r} cannot be read: {why}") from error
+    raise ValueError(
+        f"ledger={str(path)!r}: no ledger there; pass a run directory that holds "
+        f"{LEDGER_NAME}, or that file"
+    )
 
 
 def holds_records(path: Path) -> bool:
