@@ -4,6 +4,7 @@ says so, and costs nothing.
 
 from __future__ import annotations
 
+import os
 import secrets
 import stat
 from dataclasses import replace
@@ -101,3 +102,14 @@ def test_keys_of_somebody_else_are_named(tmp_path: Path) -> None:
     with kept_from(keys), pytest.raises(ValueError, match=r"keys=.*cannot be read"):
         read_secrets(keys)
     assert released(ledger, keys) == 4
+
+
+@needs_users
+@pytest.mark.parametrize("kind", ["device", "pipe"])
+def test_a_ledger_without_an_end_is_refused(kind: str, tmp_path: Path) -> None:
+    # Before: /dev/full was read for ever, and so was a pipe.
+    ledger = tmp_path / "pipe" if kind == "pipe" else Path("/dev/zero")
+    if kind == "pipe":
+        os.mkfifo(ledger)
+    with pytest.raises(ValueError, match=r"ledger=.* is no file"):
+        CONFIG.build(len(RECORDS)).start(ledger)

@@ -79,7 +79,8 @@ def audit_mechanism(
         mechanism is) and by the trade-off curve of the claimed family.
 
     Raises:
-        ValueError: for bad arguments, or a stage of other records than the plan's.
+        ValueError: for bad arguments, a stage of other records than the plan's, or an input canary
+            in a stage whose loss draws random numbers.
     """
     require_word("kind", kind, KINDS)
     require_confidence_of_audit(confidence)
@@ -90,6 +91,8 @@ def audit_mechanism(
     _ = plan.plain_event  # refuses others before any work
     stage = linear_stage(plan) if stage is None else stage
     stage.require(plan)
+    if kind == "input":
+        stage.require_no_draws()
     if plan.seed is not None:
         raise ValueError(
             "the plan has a seed, so all of its runs would draw the same batches and noise; build "

@@ -13,6 +13,7 @@ Any other state did not come from a stop, and is refused (``reader``).
 from __future__ import annotations
 
 import os
+import stat
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -195,6 +196,8 @@ class LedgerWriter:
             )
 
     def _begin(self, resume: bool | None) -> None:
+        if not stat.S_ISREG(os.fstat(self._file).st_mode):  # a device may have no end
+            raise ValueError(f"{self._name} is no file; name the place of one")
         lock(self._file, self._name, "wait for it or use another run directory")
         self._require_open_file(None)
         found = scan(self._path)
