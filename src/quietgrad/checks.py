@@ -60,7 +60,7 @@ def as_float(name: str, value: Real) -> float:
         ) from None
 
 
-def as_plain(value: Real) -> float:
+def as_plain(value: float) -> float:
     """A number as Python's own. numpy's short floats round all that is computed with them, and its
     short whole numbers start again at 0.
     """

@@ -80,7 +80,9 @@ def run_runs(folder: Path, as_json: bool) -> None:
         print_runs(target, found)
     if unread:  # what is left out has spent something too
         target.print(
-            f"Cannot be read, and not in the list: {', '.join(unread)}", markup=False, soft_wrap=True
+            f"Cannot be read, and not in the list: {', '.join(unread)}",
+            markup=False,
+            soft_wrap=True,
         )
     if any(run.status == UNFINISHED for run in found):
         target.print(
