@@ -64,7 +64,8 @@ ROOMS["scaling"] = (
     {"peft", "torch", "transformers"},
 )
 ROOMS["auditing"] = (
-    {"accounting", "checks", "clipping", "events", "noise", "plan", "sampling", "tensors"},
+    {"accounting", "checks", "clipping", "events", "generators", "noise", "plan", "sampling"}
+    | {"tensors"},
     {"numpy", "scipy", "torch"},
 )
 ROOMS["report"] = (

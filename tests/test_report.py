@@ -356,6 +356,10 @@ def test_the_command(
     assert code == 0 and "Fingerprint" in out
     code, out, err = run(path, "--html", tmp_path / "r.pdf")
     assert code == 2 and "must end in .html" in err
+    ledger = path / "ledger.jsonl"
+    held = ledger.read_bytes()
+    code, out, err = run(path, "--card", ledger)  # before: written over
+    assert code == 2 and "must end in .md" in err and ledger.read_bytes() == held
     code, out, err = run(tmp_path / "nowhere")
     assert code == 2 and "RUN_DIR" in err
 

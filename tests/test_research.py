@@ -42,6 +42,23 @@ def test_the_switch_must_be_given() -> None:
             singular_values(clipped, noisy, "w", not_private=wrong)  # type: ignore[arg-type]
 
 
+def test_a_sum_of_a_run_needs_the_runs_own_permission() -> None:
+    # Before: any reason would do, and the run went on telling its epsilon.
+    plan = PrivacyConfig(noise_multiplier=1.0, sample_rate=0.5, steps=2).build(20)
+    with plan.start() as run:
+        examples = len(next(run.batches()))
+        total = run.contribution({"w": torch.ones(examples, 3, 3)}, examples)
+        noisy = run.release(total)
+        with pytest.raises(ValueError, match=r"is no run's.*run\.give_up_privacy\(reason\)"):
+            alignment(total, noisy, PublishedShrinkage(), not_private=SYNTHETIC)
+        with pytest.raises(ValueError, match="is no run's"):
+            singular_values(total, noisy, "w", not_private=SYNTHETIC)
+        assert run.epsilon() < math.inf
+        permission = run.give_up_privacy("made up")
+        assert len(singular_values(total, noisy, "w", not_private=permission)) == 3
+        assert run.epsilon() == math.inf
+
+
 def test_a_run_that_is_looked_into_has_no_epsilon(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -60,6 +60,21 @@ def as_float(name: str, value: Real) -> float:
         ) from None
 
 
+def as_plain(value: float) -> float:
+    """A number as Python's own. numpy's short floats round all that is computed with them, and its
+    short whole numbers start again at 0.
+    """
+    if isinstance(value, int | float):
+        return value
+    return int(value) if isinstance(value, Integral) else float(value)
+
+
+def make_plain(record: object, *names: str) -> None:
+    """Fields of a frozen record ``as_plain``."""
+    for name in names:
+        object.__setattr__(record, name, as_plain(getattr(record, name)))
+
+
 def require_bool(name: str, value: object) -> None:
     if not isinstance(value, bool):
         raise TypeError(f"{name}={value!r} must be True or False")

@@ -43,6 +43,18 @@ class States(NamedTuple):
             random.getstate(),
         )
 
+    def moved(self) -> bool:
+        """Whether any stands elsewhere by now."""
+        now = States.now()
+        _, here, where, *rest = self.numbers
+        _, here_now, where_now, *rest_now = now.numbers
+        pairs = zip((self.cpu, *self.devices), (now.cpu, *now.devices), strict=True)
+        same = all(torch.equal(then, later) for then, later in pairs) and (
+            self.mps is None or now.mps is None or torch.equal(self.mps, now.mps)
+        )
+        numpy_same = bool((here == here_now).all()) and (where, rest) == (where_now, rest_now)
+        return not (same and numpy_same and self.python == now.python)
+
     def put_back(self) -> None:
         """They stand there again."""
         torch.set_rng_state(self.cpu)

@@ -71,20 +71,27 @@ def read_secrets(path: Path) -> Secrets:
         ValueError: if the file is damaged, no file, or one that others may read. The message holds
             nothing of its contents.
     """
-    if not path.exists():
-        return Secrets()
-    if not path.is_file():
+    try:
+        if not path.exists():
+            return Secrets()
+        if not path.is_file():
+            raise ValueError(
+                f"keys={str(path)!r} is no file; move what is there, and give the place of a file"
+            )
+        mode, text = path.stat().st_mode, path.read_bytes()
+    except OSError as error:
         raise ValueError(
-            f"keys={str(path)!r} is no file; move what is there, and give the place of a file"
-        )
-    if os.name == "posix" and path.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO):
+            f"keys={str(path)!r} cannot be read: {error.strerror or error}; go on as the user "
+            "whose file it is"
+        ) from error
+    if os.name == "posix" and mode & (stat.S_IRWXG | stat.S_IRWXO):
         raise ValueError(
             f"keys={str(path)!r} may be read or written by others than its owner, and who reads it "
             "can take the noise off; if nobody else did, run chmod 600 on it; "
             "if somebody may have, what was released so far must be taken as not private"
         )
     try:
-        record = json.loads(path.read_text(encoding="utf-8"))
+        record = json.loads(text)
         seed, sessions = record["seed"], []
         if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int | str)):
             raise TypeError("its seed is no seed")

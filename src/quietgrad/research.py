@@ -87,8 +87,9 @@ def alignment(
 
     Raises:
         TypeError: without it.
+        ValueError: for a run's sum, and a permission that no run gave.
     """
-    _require_switch(not_private)
+    _require_switch(not_private, clipped)
     denoised = rule.denoise(noisy, model).gradients
     layers = []
     for name, shape in matrix_shapes(noisy.gradients, model, embeddings).items():
@@ -114,7 +115,7 @@ def singular_values(
     """(before, after the noise, edge of the bulk) for one parameter, seen as rows x the rest.
     Private: see the module.
     """
-    _require_switch(not_private)
+    _require_switch(not_private, clipped)
     clean, loud = (x.gradients[name].float().flatten(1) for x in (clipped, noisy))
     return (
         torch.linalg.svdvals(clean),
@@ -123,13 +124,19 @@ def singular_values(
     )
 
 
-def _require_switch(not_private: NotPrivate) -> None:
+def _require_switch(not_private: NotPrivate, clipped: ClippedSum) -> None:
     if not isinstance(not_private, NotPrivate):
         raise TypeError(
             f"not_private={not_private!r}: this looks at clipped gradients before their noise, so "
             "what it returns is private and a run that uses it has no epsilon; on data that need "
             "no "
             "protection pass not_private=run.give_up_privacy(reason)"
+        )
+    stamp = clipped.stamp
+    if stamp is not None and stamp.run is not None and not not_private.of_run:
+        raise ValueError(
+            f"not_private={not_private!r} is no run's, and the clipped sum is: its ledger would "
+            "go on telling an epsilon; pass not_private=run.give_up_privacy(reason)"
         )
 
 

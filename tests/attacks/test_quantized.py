@@ -42,7 +42,7 @@ class Linear8bitLt(nn.Module):
 
 
 class Linear4bit(nn.Module):
-    """Packs its weight in evaluation mode, where its input needs no gradient, and has none since."""
+    """Packs its weight in evaluation mode where its input needs no gradient, and has none since."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -164,5 +164,6 @@ def test_layers_that_an_evaluation_packed_are_refused() -> None:
     with torch.no_grad():
         model.eval()(few()["x"])
     bound = Clipper(1.0).bind(model.train(), loss)
-    with pytest.raises(ValueError, match="'frozen' .Linear4bit. was packed.*learn from noise alone"):
+    message = "'frozen' .Linear4bit. was packed.*learn from noise alone"
+    with pytest.raises(ValueError, match=message):
         bound.clip(few(), step=0)

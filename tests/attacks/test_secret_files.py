@@ -1,19 +1,26 @@
-"""Secret files that cannot be written: a start says so, and costs nothing."""
+"""Secret files that cannot be written or read, or that would be written over the ledger: a start
+says so, and costs nothing.
+"""
 
 from __future__ import annotations
 
+import os
+import secrets
 import stat
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+from somebody_else import kept_from, needs_users
 from torch import Tensor, nn
 
 from quietgrad import PrivacyConfig
-from quietgrad.keyring import places_path
+from quietgrad.keyring import places_path, read_secrets, rows_path
 from quietgrad.ledger import read_ledger
-from quietgrad.noise import BandedNoise
+from quietgrad.ledger.chain import count_path
+from quietgrad.noise import BandedNoise, IndependentNoise
 
 CONFIG = PrivacyConfig(
     noise_multiplier=1.0, expected_batch_size=8, steps=4, noise=BandedNoise(bands=2)
@@ -59,3 +66,50 @@ def test_places_that_cannot_be_written_are_named(tmp_path: Path) -> None:
     (in_the_way / "of somebody else").rmdir()
     in_the_way.rmdir()
     assert released(ledger, keys) == 2
+
+
+@pytest.mark.parametrize("of", ["ledger", "count", "link", "hard link", "rows"])
+@pytest.mark.parametrize("banded", [True, False], ids=["banded", "independent"])
+def test_secrets_are_not_written_over_the_ledger(of: str, banded: bool, tmp_path: Path) -> None:
+    # Before: at each start the secrets took the ledger's place, or its count's, for good.
+    ledger = tmp_path / "ledger.jsonl"
+    seed = None if banded else secrets.token_hex(16)
+    noise = BandedNoise(bands=2) if banded else IndependentNoise()
+    plan = replace(CONFIG, noise=noise, seed=seed).build(len(RECORDS))
+    places = {"ledger": ledger, "count": count_path(ledger), "rows": tmp_path / "ledger"}
+    keys = places.get(of, tmp_path / "keys.json")
+    if of == "rows":  # of correlated noise: "ledger.rows" beside keys="ledger"
+        ledger = rows_path(keys)
+    with plan.start(ledger, tmp_path / "first.json") as run:
+        for batch in run.loader(RECORDS, steps=2):
+            run.backward(nn.Linear(2, 2), loss, batch)
+    if of == "link":
+        keys.symlink_to(ledger)
+    elif of == "hard link":
+        keys.hardlink_to(ledger)
+    held = ledger.read_bytes(), count_path(ledger).read_bytes()
+    with pytest.raises(ValueError, match=r"keys=.* and ledger=.*written over the ledger"):
+        plan.start(ledger, keys)
+    assert (ledger.read_bytes(), count_path(ledger).read_bytes()) == held
+    assert read_ledger(ledger).releases == 2
+
+
+@needs_users
+def test_keys_of_somebody_else_are_named(tmp_path: Path) -> None:
+    # Before: PermissionError, after the ledger's lock was taken, without a remedy.
+    ledger, keys = tmp_path / "ledger.jsonl", tmp_path / "keys.json"
+    assert released(ledger, keys) == 2
+    with kept_from(keys), pytest.raises(ValueError, match=r"keys=.*cannot be read"):
+        read_secrets(keys)
+    assert released(ledger, keys) == 4
+
+
+@needs_users
+@pytest.mark.parametrize("kind", ["device", "pipe"])
+def test_a_ledger_without_an_end_is_refused(kind: str, tmp_path: Path) -> None:
+    # Before: /dev/full was read for ever, and so was a pipe.
+    ledger = tmp_path / "pipe" if kind == "pipe" else Path("/dev/zero")
+    if kind == "pipe":
+        os.mkfifo(ledger)
+    with pytest.raises(ValueError, match=r"ledger=.* is no file"):
+        CONFIG.build(len(RECORDS)).start(ledger)

@@ -125,7 +125,7 @@ def test_a_model_in_evaluation_mode_is_told_to_train(folder: Path) -> None:
         if not packs:  # this processor has no kernel that asks for it
             run.backward(model, loss, batch)
             return
-        with pytest.raises(ValueError, match="packed its weights.*call its train"):
+        with pytest.raises(ValueError, match=r"packed its weights.*call its train"):
             run.backward(model, loss, batch)
 
 
@@ -140,7 +140,10 @@ def test_weights_of_torchao_are_trained(folder: Path, tmp_path: Path) -> None:
 
 
 def test_the_code_of_the_page_runs(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     page = Path(__file__).parents[2] / "docs" / "howto" / "quantized.md"
     (code,) = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL)

@@ -71,6 +71,24 @@ def test_records_in_another_order_are_refused(kept: bool, tmp_path: Path) -> Non
     run.close()
 
 
+def test_a_run_that_goes_on_without_its_keys_is_refused(tmp_path: Path) -> None:
+    # Before: no file, nothing to compare with: another order at each resume, and one more step of
+    # a record's in each session than epsilon counts.
+    ledger, keys = files(tmp_path)
+    with plan_of().start(ledger) as run:
+        made(run, records(FORWARD))
+        with pytest.raises(ValueError, match=REFUSED):
+            run.loader(records(BACKWARD))
+    with plan_of().start(ledger) as run:
+        for order in (BACKWARD, FORWARD):
+            with pytest.raises(ValueError, match=r"keys=None: this run goes on.*record_ids="):
+                run.loader(records(order))
+    with plan_of().start(ledger, keys) as run:  # who says so by giving them
+        made(run, records(FORWARD))
+    with plan_of().start(ledger, keys) as run, pytest.raises(ValueError, match=REFUSED):
+        run.loader(records(BACKWARD))
+
+
 def test_without_the_check_one_record_takes_part_twice_within_a_round(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,11 +12,13 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from somebody_else import kept_from, needs_users
 from tiny_runs import interrupt_at, train
 
+from quietgrad import PrivacyConfig
 from quietgrad.accounting import epsilon_report
 from quietgrad.cli.beside.runs import Run as Listed
-from quietgrad.cli.beside.runs import _cells, print_runs, run_of
+from quietgrad.cli.beside.runs import _cells, print_runs, run_of, runs_in
 from quietgrad.ledger import read_ledger
 
 Run = Callable[..., tuple[int, str, str]]
@@ -119,3 +121,24 @@ def test_no_runs(quietgrad: Run, tmp_path: Path) -> None:
 def test_commands_beside_runs_do_without_torch(module: str) -> None:
     code = f"import sys, quietgrad.cli.beside.{module}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+@needs_users
+@pytest.mark.parametrize("what", ["", "ledger.jsonl", "config.toml", "result.json"])
+def test_what_may_not_be_read_is_said(what: str, tmp_path: Path) -> None:
+    # Before: a folder was left out in silence, so that the list told less than was spent; of a file
+    # in it, the whole list was refused.
+    plan = PrivacyConfig(noise_multiplier=1.0, sample_rate=0.5, steps=2).build(10)
+    for name in ("mine", "theirs"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.toml").write_text("[model]\n")
+        (tmp_path / name / "result.json").write_text("{}")
+        plan.start(tmp_path / name / "ledger.jsonl").close()
+    assert [run.name for run in runs_in(tmp_path)[0]] == ["mine", "theirs"]
+    theirs = tmp_path / "theirs"
+    with kept_from(theirs / what):
+        found, unread = runs_in(tmp_path)
+        if what in ("", "ledger.jsonl"):
+            with pytest.raises(ValueError, match=r"ledger=.*cannot be read"):
+                read_ledger(theirs / "ledger.jsonl")
+    assert [run.name for run in found] == ["mine"] and unread == [str(theirs)]

@@ -20,6 +20,10 @@ Array = NDArray[np.float64]
 # ends with its mean kept, which raises the mean of every convex function.
 BLOCK = 8
 ORDERS = np.geomspace(0.25, 64.0, 17)  # of Chernoff's bound, over the sum's standard deviation
+# Where records are drawn so rarely that the sum's standard deviation says nothing of its tails: as
+# they are. Any order gives a bound; these are tried where the others leave very many points.
+ORDERS_OF_RARE = np.geomspace(2.0**-6, 2.0**6, 13)
+WIDE = 2.0**23
 SMALLEST_TAIL = 1e-300
 # Of the sum's range, a zone beyond each end, where all that the transforms leave is their errors.
 # These are smooth, with few frequencies: they add up over a tail, and show nowhere in it.
@@ -95,7 +99,9 @@ def _ends(
     )
     log_tail = math.log(max(tail_mass, SMALLEST_TAIL))
     highs, lows = [float(most)], [float(least)]
-    for order in ORDERS / spread:
+    for order in (*(ORDERS / spread), *ORDERS_OF_RARE):
+        if order in ORDERS_OF_RARE and min(highs) - max(lows) <= WIDE:
+            break
         up = sum(n * _log_mean_exp(x, p, order) for (x, p), n in zip(coarse, times, strict=True))
         down = sum(n * _log_mean_exp(-x, p, order) for (x, p), n in zip(coarse, times, strict=True))
         highs.append((up - log_tail) / order / interval)

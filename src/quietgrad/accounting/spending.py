@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from quietgrad.accounting.composition import ComposedLoss, Discretisation, compose
-from quietgrad.checks import require_delta, require_finite
+from quietgrad.checks import as_plain, require_delta, require_finite
 from quietgrad.events import EventSequence, PoissonGaussian, PrivacyEvent, RandomizedClipping
 
 Array = NDArray[np.float64]
@@ -65,7 +65,7 @@ def epsilon(event: PrivacyEvent, delta: float) -> float:
 def epsilon_report(event: PrivacyEvent, delta: float) -> EpsilonReport:
     """As ``epsilon``, with the discretisation used and the reason of an infinite value."""
     require_delta("delta", delta)
-    return _epsilon_report(event, delta)
+    return _epsilon_report(event, as_plain(delta))
 
 
 @lru_cache(maxsize=1024)  # calibration and every summary ask for the same events again
@@ -116,6 +116,7 @@ def delta(event: PrivacyEvent, epsilon: float) -> float:
         ValueError: for a negative or non-finite epsilon.
     """
     _require_epsilon(epsilon)
+    epsilon = as_plain(epsilon)
     found = _delta_in_order(event, epsilon, in_convex_order=True)
     if epsilon > BOTH_ORDERS_FROM and _is_in_convex_order(event):
         return min(found, _delta_in_order(event, epsilon, in_convex_order=False))

@@ -26,7 +26,7 @@ from quietgrad.auditing.bounds.errors import (
     epsilon_of_rates,
     lower_bound_clopper_pearson,
     lower_bound_trade_off,
-    require_confidence,
+    require_confidence_of_audit,
     upper_rate,
 )
 from quietgrad.auditing.bounds.thresholds import (
@@ -79,10 +79,11 @@ def audit_mechanism(
         mechanism is) and by the trade-off curve of the claimed family.
 
     Raises:
-        ValueError: for bad arguments, or a stage of other records than the plan's.
+        ValueError: for bad arguments, a stage of other records than the plan's, or an input canary
+            in a stage whose loss draws random numbers.
     """
     require_word("kind", kind, KINDS)
-    require_confidence(confidence)
+    require_confidence_of_audit(confidence)
     require_int("runs", runs)
     require_at_least(
         "runs", runs, FEWEST_RUNS, "rates cannot be told from fewer; thousands are usual"
@@ -90,6 +91,8 @@ def audit_mechanism(
     _ = plan.plain_event  # refuses others before any work
     stage = linear_stage(plan) if stage is None else stage
     stage.require(plan)
+    if kind == "input":
+        stage.require_no_draws()
     if plan.seed is not None:
         raise ValueError(
             "the plan has a seed, so all of its runs would draw the same batches and noise; build "

@@ -25,9 +25,13 @@ from quietgrad.auditing.bounds.errors import (
     ErrorCounts,
     lower_bound_clopper_pearson,
     lower_bound_trade_off,
-    require_confidence,
+    require_confidence_of_audit,
 )
-from quietgrad.auditing.bounds.guessing import count_correct, lower_bound_one_run
+from quietgrad.auditing.bounds.guessing import (
+    count_correct,
+    lower_bound_one_run,
+    require_guesses,
+)
 from quietgrad.auditing.bounds.planning import number_of_guesses, planned_threshold
 from quietgrad.auditing.bounds.thresholds import errors_at, worth_for_curve, worth_for_epsilon
 from quietgrad.auditing.canaries import GradientCanaries, InputCanaries
@@ -107,9 +111,9 @@ def audit_one_run(
 
     Raises:
         ValueError: if the plan is for fewer records than there are canaries, or averages views of
-            input canaries.
+            input canaries; for guesses that are no numbers of canaries.
     """
-    require_confidence(confidence)
+    require_confidence_of_audit(confidence)
     m = canaries.count
     records = plan.dataset_size - m
     if records < 0:
@@ -128,6 +132,14 @@ def audit_one_run(
             "of one run are in units of one norm; audit the plan with audit_mechanism"
         )
     require_last(plan, m)
+    if guesses is not None:
+        require_guesses(*guesses, m)
+    taken = sorted({"releases", "weights"} & set(views or ()))
+    if taken:
+        raise ValueError(
+            f"views has the name {taken[0]!r}, which what the audit looks at by itself has; give "
+            "it another"
+        )
     order = np.random.default_rng(secrets.randbits(128) if seed is None else seed)
     included = order.random(m) < 0.5
     event = plan.audited_event

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from quietgrad.accounting.rounding import round_down_to, round_up_to
 from quietgrad.auditing.bounds.errors import ErrorCounts, lower_rate, upper_rate
+from quietgrad.auditing.bounds.thresholds import errors_at
 from quietgrad.events import PrivacyEvent, per_unit
 
 Attack = Literal["many runs", "one run"]
@@ -227,7 +228,8 @@ def rate_points(
     level = (1 - confidence) / 2
     points = []
     for threshold in np.quantile(absent, 1 - np.array(SHOWN)):
-        wrong, missed = int((absent > threshold).sum()), int((present <= threshold).sum())
+        counts = errors_at(scores, included, float(threshold))
+        wrong, missed = counts.false_positives, counts.false_negatives
         points.append(
             RatePoint(
                 wrong / len(absent),

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from quietgrad.clipping.capture.backward import PerExampleLoss
 from quietgrad.clipping.capture.examples import UserBatch
+from quietgrad.generators import States, keyed_generators
 from quietgrad.plan import PrivacyPlan
 from quietgrad.tensors import Batch, batch_size_of, map_tensors, tensors_of
 
@@ -48,6 +49,28 @@ class Stage:
                 f"the stage has {known} records and {one} canaries; the plan is for "
                 f"{plan.dataset_size} records, the last of which is the canary: give one fewer, "
                 "and one canary"
+            )
+
+    def require_no_draws(self) -> None:
+        """Refuses a loss that draws random numbers, for a canary that goes through the model beside
+        the others: its coming moves their draws on, as likely as before but others than those that
+        the attacker subtracts, who would take the difference for the canary's.
+
+        Raises:
+            ValueError: with the remedy.
+        """
+        some = self.canary
+        with keyed_generators(0), torch.no_grad():
+            before = States.now()
+            records = some.records if isinstance(some, UserBatch) else some
+            self.per_example_loss(self.model, records)
+            moved = before.moved()
+        if moved and self.known:
+            raise ValueError(
+                "the stage's model or loss draws random numbers (dropout), and with an input "
+                "canary beside the other records an attacker would have to know these: a sound "
+                "mechanism would be refuted. Give the stage a model in evaluation mode, or use "
+                "kind='gradient'"
             )
 
     def choose(self, indices: Tensor, with_canary: bool) -> Batch:

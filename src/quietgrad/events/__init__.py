@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from quietgrad.checks import (
+    make_plain,
     require_at_least,
     require_finite,
     require_int,
@@ -45,6 +46,7 @@ SMALLEST_NOISE, LARGEST_NOISE = 1e-6, 1e30
 def _require_noise(noise_multiplier: float, usual: str) -> None:
     name, how = "noise_multiplier", "no epsilon can be computed for so"
     require_positive(name, noise_multiplier)
+    noise_multiplier = float(noise_multiplier)
     require_at_least(
         name, noise_multiplier, SMALLEST_NOISE, f"{how} little noise; usual values are {usual}"
     )
@@ -74,6 +76,7 @@ class SideRelease:
         _require_noise(self.noise_multiplier, "5 to 50")
         require_int("every", self.every)
         require_at_least("every", self.every, 1, "1 is every step")
+        make_plain(self, "noise_multiplier", "every")
 
     def at(self, step: int) -> bool:
         """Whether it is made at this step."""
@@ -127,6 +130,7 @@ class PoissonGaussian:
             )
         require_int("bands", self.bands)
         require_at_least("bands", self.bands, 1, "1 means independent noise")
+        make_plain(self, "noise_multiplier", "sample_rate", "steps", "bands")
         if self.bands > self.steps:
             raise ValueError(
                 f"bands={self.bands} exceeds steps={self.steps}; use at most as many bands as steps"
@@ -265,12 +269,14 @@ class NotPrivate:
     Attributes:
         reason: why there is nothing to protect, such as "synthetic data"; of a run it is written to
             the ledger.
+        of_run: whether a run gave it.
 
     Raises:
         ValueError: without a reason.
     """
 
     reason: str
+    of_run: bool = field(default=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.reason, str) or not self.reason.strip():

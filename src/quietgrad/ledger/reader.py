@@ -141,15 +141,17 @@ def read_ledger(path: str | Path) -> LedgerContents:
         path: a run directory or a ledger file.
 
     Raises:
-        ValueError: if there is none, it is damaged, or it is not as long as its count file says.
+        ValueError: if there is none, it cannot be read, is damaged, or is not as long as its count
+            file says.
     """
-    file = ledger_path(path)
-    if not file.is_file():
-        raise ValueError(
-            f"ledger={str(path)!r}: no ledger there; pass a run directory that holds "
-            f"{LEDGER_NAME}, or that file"
-        )
-    return scan(file).contents
+    try:
+        file = ledger_path(path)
+        if file.is_file():
+            return scan(file).contents
+    except OSError as error:
+        raise ValueError(f"ledger={str(path)!r} cannot be read: {error}") from error
+    where = f"pass a run directory that holds {LEDGER_NAME}, or that file"
+    raise ValueError(f"ledger={str(path)!r}: no ledger there; {where}")
 
 
 def holds_records(path: Path) -> bool:
@@ -297,8 +299,8 @@ class _Growing:
         elif isinstance(record, ClippingNorm):
             self._said = replace(self._said, max_grad_norm=record.max_grad_norm)
         elif isinstance(record, EarlierRun):
-            before = self._said.started_from
-            self._said = replace(self._said, started_from=(*before, record.record))
+            runs = (*self._said.started_from, record.record)
+            self._said = replace(self._said, started_from=runs)
         elif isinstance(record, PrivacyGivenUp):
             self._said = replace(self._said, not_private=record.reason)
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
@@ -206,6 +207,8 @@ class LedgerWriter:
             )
 
     def _begin(self, resume: bool | None) -> None:
+        if not stat.S_ISREG(os.fstat(self._file).st_mode):  # a device may have no end
+            raise ValueError(f"{self._name} is no file; name the place of one")
         lock(self._file, self._name, "wait for it or use another run directory")
         self._require_open_file(None)
         found = scan(self._path)

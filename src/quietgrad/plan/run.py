@@ -328,7 +328,7 @@ class PrivateRun(LooksTogether, TellsBeside, TellsProgress):
         """
         self._require_own_process()
         refuse_process_group()
-        permission, self._given_up = NotPrivate(reason), True
+        permission, self._given_up = NotPrivate(reason, of_run=True), True
         if self._writer is not None:
             self._writer.not_private(reason)
         return permission

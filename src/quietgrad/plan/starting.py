@@ -31,7 +31,7 @@ from quietgrad.plan.seeds import SeedUse, claim_seed, root_key
 from quietgrad.plan.session.facts import facts_of, require_alike
 from quietgrad.plan.session.noise_session import NoiseSession
 from quietgrad.plan.session.places import Places
-from quietgrad.plan.session.starts import Begun, begin_session, new_session
+from quietgrad.plan.session.starts import Begun, begin_session, new_session, require_apart
 from quietgrad.randomness import RandomKey
 
 
@@ -86,6 +86,8 @@ def _usable(
     require_run_to_extend(plan.extensions, ledger)
     _require_divisor(tensor_parallel, size)
     refuse_launcher(group_size=size)
+    if keys is not None and ledger is not None:
+        require_apart(Path(keys), Path(ledger))
     return None if keys is None else Path(keys)
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from quietgrad.auditing import AuditReport, GradientCanaries, InputCanaries, audit_one_run
-from quietgrad.auditing.bounds.errors import require_confidence
+from quietgrad.auditing.bounds.errors import require_confidence_of_audit
 from quietgrad.auditing.report import KINDS
 from quietgrad.checks import default_delta, require_at_least, require_int, require_word
 from quietgrad.noise.noisy_sum import NoisySum
@@ -73,7 +73,7 @@ def audited_run(
     require_word("kind", kind, KINDS)
     require_int("canaries", canaries)
     require_at_least("canaries", canaries, 2, "guesses need canaries; about a thousand are usual")
-    require_confidence(confidence)
+    require_confidence_of_audit(confidence)
     if not config.privacy.enabled:
         raise ValueError("privacy.enabled=false: there is no epsilon to audit; set it to true")
     prepared = prepare(config, say=say)

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from quietgrad.accounting.phases import grouped
 from quietgrad.accounting.renyi.moments import renyi_divergence
 from quietgrad.accounting.spending import epsilon
-from quietgrad.checks import require_delta, require_finite
+from quietgrad.checks import as_plain, require_delta, require_finite
 from quietgrad.events import EventSequence, PrivacyEvent, RandomizedClipping
 
 RENYI_ORDERS = (*(1 + x / 10 for x in range(1, 100)), *range(12, 64))  # those of Opacus
@@ -42,6 +42,7 @@ def renyi_epsilon(
         ValueError: for another event, delta or order.
     """
     require_delta("delta", delta)
+    delta = as_plain(delta)
     require_orders(orders)
     phases = event.events if isinstance(event, EventSequence) else (event,)
     for phase in phases:

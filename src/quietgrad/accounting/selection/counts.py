@@ -18,7 +18,7 @@ from functools import cached_property
 
 from scipy import optimize
 
-from quietgrad.checks import require_at_least, require_positive
+from quietgrad.checks import make_plain, require_at_least, require_positive
 
 LARGEST_MEAN = 1e4
 LARGEST_POISSON = 500.0  # P(K = 0) is then a number; it costs more than any budget long before
@@ -51,6 +51,7 @@ class RunCount:
             raise ValueError(f"mean={self.mean!r} must be at most {largest:g} runs")
         if not self.poisson:
             require_at_least("mean", self.mean, 1, "at least one run is made; shape=inf may have 0")
+        make_plain(self, "mean", "shape")
 
     @property
     def poisson(self) -> bool:

@@ -32,7 +32,7 @@ from quietgrad.accounting.calibrate import calibrate
 from quietgrad.accounting.composition import ComposedEvent, compose
 from quietgrad.accounting.selection.counts import RunCount
 from quietgrad.accounting.spending import TAIL_SHARES, power_of_ten
-from quietgrad.checks import require_delta, require_positive
+from quietgrad.checks import as_plain, require_delta, require_positive
 from quietgrad.events import (
     ClippingClaim,
     ExactClipping,
@@ -63,6 +63,7 @@ def selected_epsilon(
         ValueError: for delta outside (0, 1), or no candidate.
     """
     require_delta("delta", delta)
+    delta = as_plain(delta)
     candidates = Counter((runs,) if isinstance(runs, PrivacyEvent) else tuple(runs))
     if not candidates:
         raise ValueError("runs=() holds no candidate; give the event of one run of each")

@@ -19,6 +19,7 @@ from quietgrad.checks import require_at_least, require_delta, require_finite, re
 from quietgrad.events import ExactClipping, PoissonGaussian
 
 LARGEST_EPSILON = 200.0
+LEAST_CONFIDENCE, MOST_CONFIDENCE = 0.5, 0.999999999  # of an audit
 STRIDE = 1.5  # factor between the noise multipliers that bracket the one looked for
 RESOLUTION = 5e-3  # of its logarithm; the side is taken that makes the bound smaller
 LEAST_PRIVATE, MOST_PRIVATE = 0.1, 1e3  # of the claimed noise multiplier: where the search ends
@@ -29,6 +30,19 @@ def require_confidence(confidence: float) -> None:
     require_finite("confidence", confidence)
     if not 0 < confidence < 1:
         raise ValueError(f"confidence={confidence!r} must be in (0, 1); 0.95 is usual")
+
+
+def require_confidence_of_audit(confidence: float) -> None:
+    """Refuses what an audit could prove nothing with: below one half its bounds are wrong more
+    often than right, and sound mechanisms would be refuted.
+    """
+    require_confidence(confidence)
+    if not LEAST_CONFIDENCE <= confidence <= MOST_CONFIDENCE:
+        raise ValueError(
+            f"confidence={confidence!r} must be in {LEAST_CONFIDENCE} .. {MOST_CONFIDENCE}: with "
+            "less, what is shown is wrong more often than right, and with more nothing can be; "
+            "0.95 is usual"
+        )
 
 
 @dataclass(frozen=True)

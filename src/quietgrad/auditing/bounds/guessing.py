@@ -106,13 +106,23 @@ def count_correct(
         likely, unlikely: k+ and k-.
         order: breaks ties.
     """
-    if likely + unlikely > len(scores):
-        raise ValueError(
-            f"likely + unlikely = {likely + unlikely} guesses exceed the {len(scores)} canaries"
-        )
+    require_guesses(likely, unlikely, len(scores))
     ranked = np.lexsort((order.random(len(scores)), scores))
     guessed_in = included[ranked[len(scores) - likely :]] if likely else included[:0]
     return int(guessed_in.sum()) + int((~included[ranked[:unlikely]]).sum())
+
+
+def require_guesses(likely: int, unlikely: int, canaries: int) -> None:
+    """Refuses numbers of guesses that cannot be made: a negative one would be taken off those that
+    were, and more of them would seem right.
+    """
+    for name, value in (("likely", likely), ("unlikely", unlikely)):
+        require_int(name, value)
+        require_at_least(name, value, 0, "it is a number of guesses")
+    if likely + unlikely > canaries:
+        raise ValueError(
+            f"likely + unlikely = {likely + unlikely} guesses exceed the {canaries} canaries"
+        )
 
 
 def _require_counts(correct: int, guesses: int, canaries: int) -> None:

@@ -23,12 +23,14 @@ CAUTION = (
 def errors_at(
     scores: NDArray[np.float64], included: NDArray[np.bool_], threshold: float
 ) -> ErrorCounts:
-    """Errors of "present, if the score is above the threshold"."""
+    """Errors of "present, if the score is above the threshold". A score that is no number is an
+    error either way: it is above nothing and below nothing, and would never be one.
+    """
     absent, present = scores[~included], scores[included]
     return ErrorCounts(
-        int((absent > threshold).sum()),
+        int((~(absent <= threshold)).sum()),
         len(absent),
-        int((present <= threshold).sum()),
+        int((~(present > threshold)).sum()),
         len(present),
     )
 

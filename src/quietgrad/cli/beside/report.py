@@ -18,6 +18,8 @@ def run_report(
     from quietgrad.report.run.statement import statement
 
     target = console(as_json)
+    if card is not None:
+        _require_card_place(card)
     facts = read_run(run_dir, audit)
     rows = statement(facts)
     written = {}
@@ -25,8 +27,6 @@ def run_report(
         write_page(html, page_of(facts))
         written["html"] = str(html)
     if card is not None:
-        if not card.absolute().parent.is_dir():
-            raise ValueError(f"--card={str(card)!r}: no such folder; make it first")
         card.write_text(card_of(facts), encoding="utf-8")
         written["card"] = str(card)
     if as_json:
@@ -50,3 +50,11 @@ def run_report(
     print_table(target, "Privacy statement", shown)
     for path in written.values():
         target.print(f"Written: {path}", markup=False, soft_wrap=True)
+
+
+def _require_card_place(card: Path) -> None:
+    """Before any work, and before a ledger or a result would be written over."""
+    if card.suffix.lower() != ".md":
+        raise ValueError(f"--card={str(card)!r} must end in .md: a card is a page of Markdown")
+    if not card.absolute().parent.is_dir():
+        raise ValueError(f"--card={str(card)!r}: no such folder; make it first")

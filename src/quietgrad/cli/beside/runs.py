@@ -69,19 +69,37 @@ def run_runs(folder: Path, as_json: bool) -> None:
     if not folder.is_dir():
         raise ValueError(f"DIR={str(folder)!r}: no such folder; runs go to runs/ unless "
                          "training.run_dir says otherwise")  # fmt: skip
-    found = sorted((run_of(path, folder) for path in run_folders(folder)), key=lambda r: r.when)
+    found, unread = runs_in(folder)
     if as_json:
-        print_json({"runs": [asdict(run) for run in found]})
+        print_json({"runs": [asdict(run) for run in found], "unreadable": unread})
         return
     target = console(False)
     if not found:
         target.print(f"no runs in {folder}", markup=False)
-        return
-    print_runs(target, found)
+    else:
+        print_runs(target, found)
+    if unread:  # what is left out has spent something too
+        target.print(
+            f"Cannot be read, and not in the list: {', '.join(unread)}",
+            markup=False,
+            soft_wrap=True,
+        )
     if any(run.status == UNFINISHED for run in found):
         target.print(
             "Go on with one: quietgrad train --resume --set training.run_dir=RUN", markup=False
         )
+
+
+def runs_in(folder: Path) -> tuple[list[Run], list[str]]:
+    """Runs below a folder, by when they were written to, and what of it may not be read."""
+    found: list[Run] = []
+    unread: list[str] = []
+    for path in run_folders(folder, unread):
+        try:
+            found.append(run_of(path, folder))
+        except OSError:
+            unread.append(str(path))
+    return sorted(found, key=lambda run: run.when), sorted(unread)
 
 
 def print_runs(target: Console, found: Sequence[Run]) -> None:
@@ -110,10 +128,16 @@ def print_runs(target: Console, found: Sequence[Run]) -> None:
     target.print(table)
 
 
-def run_folders(folder: Path) -> Iterator[Path]:
-    """Directories of runs in a folder and below it; the folder itself if it is one."""
+def run_folders(folder: Path, unread: list[str]) -> Iterator[Path]:
+    """Directories of runs in a folder and below it; the folder itself if it is one. What cannot be
+    looked into goes to ``unread``.
+    """
     start = len(folder.parts)
-    for place, below, files in os.walk(folder):
+
+    def note(error: OSError) -> None:
+        unread.append(str(error.filename))
+
+    for place, below, files in os.walk(folder, onerror=note):
         path = Path(place)
         if CONFIG in files and {LEDGER_NAME, RESULT, CHECKPOINT} & set(files):
             below.clear()
@@ -130,6 +154,8 @@ def run_of(path: Path, folder: Path) -> Run:
     result = _json(path / RESULT)
     ledger = path / LEDGER_NAME
     private = ledger.exists() or bool(result.get("private"))
+    if ledger.exists():
+        ledger.open("rb").close()  # one that may not be read is not damaged
     status = FINISHED if result else UNFINISHED
     steps, planned = int(result.get("steps") or 0), result.get("planned_steps")
     spent, delta, said = result.get("epsilon"), result.get("delta"), result
@@ -235,6 +261,6 @@ def _settings(path: Path) -> dict[str, Any]:
 def _json(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (FileNotFoundError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}

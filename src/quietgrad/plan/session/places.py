@@ -7,7 +7,7 @@ matrix correlates, and epsilon counts one.
 
 So the first loader of a run keeps a digest of some records, at places that a random key draws; both
 lie beside the secret file and go with it. Later loaders compare. What is read differently each time
-is not compared.
+is not compared. A session that goes on without a secret file has nothing to compare with.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ class Places:
 
     def __init__(self, run: str, released: int, keys: Path | None) -> None:
         self._run = run
+        self._unknown = keys is None and released > 0
         self._path = None if keys is None else places_path(keys)
         self._known = None if self._path is None or not released else _read(self._path, run)
 
@@ -45,6 +46,14 @@ class Places:
         Raises:
             ValueError: with the remedy; it names no record.
         """
+        if self._unknown and self._known is None:
+            raise ValueError(
+                "keys=None: this run goes on, with this plan's correlated noise the number of a "
+                "record decides in which steps it takes part (record_ids were not given), and "
+                "nothing was kept that tells whether records lie where they lay; where they do, "
+                "give plan.start(keys=PATH), else begin a new run, with "
+                "PrivacyConfig.build(record_ids=) where the order may change"
+            )
         key = RandomKey.from_entropy() if self._known is None else self._known[0]
         found, steady = records_digest(dataset, key)
         if not steady:

@@ -9,13 +9,23 @@ declared public does the seed alone fix the root, and a run is the same at every
 
 from __future__ import annotations
 
+import os
 import secrets
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from quietgrad.keyring import KeyRing, Secrets, Session, read_secrets, write_secrets
+from quietgrad.durable import temporary_of
+from quietgrad.keyring import (
+    KeyRing,
+    Secrets,
+    Session,
+    read_secrets,
+    secret_files,
+    write_secrets,
+)
 from quietgrad.ledger import LedgerContents, LedgerWriter, SessionStart
+from quietgrad.ledger.chain import count_path
 from quietgrad.plan.seeds import Seed, key_of_seed
 from quietgrad.randomness import RandomKey
 
@@ -105,6 +115,31 @@ def roots_of_block(
             return None
         known.append(Session(start.step, start.name, root, start.source))
     return KeyRing(tuple(known))
+
+
+def require_apart(keys: Path, ledger: Path) -> None:
+    """Before any work: secret files are written whole, and would replace the ledger or its count.
+
+    Raises:
+        ValueError: where one of them is the ledger's, by any name.
+    """
+    counts = count_path(ledger)
+    kept = {_place(path) for path in (ledger, counts, temporary_of(counts))}
+    if any(_place(path) in kept for path in secret_files(keys)):
+        raise ValueError(
+            f"keys={str(keys)!r} and ledger={str(ledger)!r} lead to one file, or to one that the "
+            "other keeps beside it, and the secrets would be written over the ledger; give keys= "
+            "a file of its own, such as secrets.json"
+        )
+
+
+def _place(path: Path) -> tuple[int, int] | str:
+    """One for all names of a file, hard links too."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return os.path.realpath(path)
+    return found.st_dev, found.st_ino
 
 
 Start = TypeVar("Start", Session, SessionStart)
