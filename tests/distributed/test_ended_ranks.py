@@ -46,13 +46,13 @@ def impatient() -> None:
     loops.PATIENCE = news.PATIENCE = 1.0
 
 
-def alive(folder: str, what: Callable[[], Any], rank: int) -> Said:
-    """The process of the second rank lives on until the first one has ended, or for long."""
-    found, ended = said(what), Path(folder, "ended")
-    if rank == 0:
-        ended.touch()
+def alive(folder: str, what: Callable[[], Any], rank: int, size: int = 2) -> Said:
+    """The process of the last rank lives on until the others have ended, or for long."""
+    found, others = said(what), [Path(folder, f"ended{r}") for r in range(size - 1)]
+    if rank < size - 1:
+        others[rank].touch()
     until = time.monotonic() + SOON
-    while not ended.exists() and time.monotonic() < until:
+    while not all(other.exists() for other in others) and time.monotonic() < until:
         time.sleep(0.02)
     return found
 
@@ -99,11 +99,7 @@ def failing_release(rank: int, folder: str, size: int) -> Said:
             for batch in run.loader(records_of(), physical_batch_size=3):
                 run.backward(model, loss, batch)
 
-    if rank != size - 1:
-        return said(train)
-    found = said(train)
-    time.sleep(3.0)
-    return found
+    return alive(folder, train, rank, size)
 
 
 @pytest.mark.parametrize("size", [2, 4])

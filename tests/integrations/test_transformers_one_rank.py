@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -86,5 +85,3 @@ def test_what_happens_on_one_process_alone_is_told_to_all(how: str, tmp_path: Pa
     assert on_the_first in first[0] and SECRET not in first[0], (first, second)
     assert second[0].startswith(on_the_second), second
     assert first[1] < SOON and second[1] < SOON
-
-

@@ -139,8 +139,8 @@ class Ranks:
             return
         self._stopped = "this rank stopped after an error of its own"
         self._loops.fails(error)
-        if not self._tell() and self.in_passes:
-            close_connections()
+        if not self._tell():  # what it has begun would keep this process from ending
+            close_connections(None if self.in_passes else self._own_groups)
 
     def _tell(self) -> bool:
         """The others that this rank has stopped, wherever they meet it next; whether they heard."""
@@ -185,7 +185,8 @@ class Ranks:
         """``agree``, with the number of each rank in their order."""
         self.require()
         # Without a digest an empty word: numbers of facts are the same on all ranks.
-        told = dict.fromkeys((*self.named, *CODE), "") | self._weights | dict(facts)
+        looked = dict.fromkeys((*self.named, *CODE), "") | self._weights
+        told = {**facts, **{name: said for name, said in looked.items() if name not in facts}}
         self._weights = {}
         return self._said_alike(place, told, examples, list(range(self.size)), self._control)
 

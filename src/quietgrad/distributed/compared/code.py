@@ -37,7 +37,7 @@ def code_of(model: nn.Module, per_example_loss: Any) -> dict[str, str]:
 
 def _layers(model: nn.Module) -> list[tuple[object, ...]]:
     known: dict[type, object] = {}
-    found = []
+    found: list[tuple[object, ...]] = []
     for name, module in model.named_modules():
         kind = type(module)
         if kind not in known:

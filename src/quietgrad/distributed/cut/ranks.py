@@ -92,7 +92,7 @@ class CutRanks(Ranks):
         self.require()
         group = self._group_among(WITHIN, "cpu")
         try:
-            told = {name: self._weights.get(name, "") for name in CODE} | dict(facts)
+            told = {**facts, **{name: self._weights.get(name, "") for name in CODE}}
             self._said_alike(place, told, 0, list(self.neighbours), group)
         except RuntimeError:
             if len(self.across) > 1:

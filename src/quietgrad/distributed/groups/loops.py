@@ -11,6 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from quietgrad.distributed.groups import news, waiting
+from quietgrad.distributed.groups.failing import is_of_a_backend
 
 BETWEEN = waiting.BETWEEN
 PATIENCE = 20.0  # seconds, for a rank that has left a loop and may begin another one
@@ -55,10 +56,20 @@ class Loops:
             self._tell(f"{where} {self._loop} {released}")
 
     def fails(self, error: BaseException | None) -> None:
-        """This rank goes on no more, whatever it says later. Waits for nobody."""
+        """This rank goes on no more, whatever it says later. Waits for nobody. An error of a
+        backend, in a wait of the user's own, says what is known of the others.
+        """
         if not self._failed:
             self._failed = True
+            self._explain(error)
             self._tell(f"fails 0 0 {news.in_public(error)}")
+
+    def _explain(self, error: Any) -> None:
+        if error is None or not is_of_a_backend(error):
+            return
+        said = self.a_failure() or news.told(range(self._size), 0.0)
+        if said and hasattr(error, "add_note"):
+            error.add_note(f"{said}; start all ranks again, and the run goes on from its ledger")
 
     def _tell(self, what: str) -> None:
         with contextlib.suppress(Exception):  # a store that is gone: so is the group

@@ -174,8 +174,8 @@ class PrivateTrainer(LookingTrainer):
         together = here()
         # What one process refuses alone the others would wait for.
         held = together.all_of(lambda: self._ready(trial), "begin training", in_public)
-        known = told_of(self, self._not_compiled(self.model), self._loss)
-        together.require_alike(known, REMEDY)
+        model: Any = self.model
+        together.require_alike(told_of(self, self._not_compiled(model), self._loss), REMEDY)
         together.require_same("the model's weights", held, ALIKE)
         resume = resume_from_checkpoint or False
         with self._session.open(resume, self._require_readable, together) as found:
