@@ -65,7 +65,7 @@ def told(ranks: Iterable[int], waited: float) -> str:
             if float(at) < _HERE:
                 continue
             if what == ENDED:
-                return f"rank {rank} ended{f' with {words}' if words else ''}"
+                return f"rank {rank} ended{f' ({words})' if words else ''}"
             if what == FAILED and waited > PATIENCE:
                 return f"rank {rank} failed ({words})"
     return ""
@@ -97,8 +97,7 @@ def telling(work: Callable[P, R]) -> Callable[P, R]:
 
 
 def _on_the_way_out() -> None:
-    kind = getattr(sys, "last_type", None)  # of the error that ended the script
-    tell(ENDED, "" if kind is None else kind.__name__)
+    tell(ENDED, in_public(getattr(sys, "last_value", None)))  # the error that ended the script
 
 
 atexit.register(_on_the_way_out)
