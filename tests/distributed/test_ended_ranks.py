@@ -4,13 +4,11 @@ and what it may say of its error. (They waited until the group's timeout.)
 
 from __future__ import annotations
 
-import contextlib
 import os
 import subprocess
 import sys
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +19,6 @@ from distributed.test_command import free_port
 from distributed.world import SECONDS, loss, model_of, on_ranks, plan_of, records_of
 from torch import Tensor, nn
 
-from quietgrad.distributed import ranks
 from quietgrad.distributed.groups import loops, news, waiting
 from quietgrad.distributed.together import Together
 from quietgrad.ledger import read_ledger
@@ -168,25 +165,6 @@ def test_who_fails_between_two_meetings_is_not_waited_for(tmp_path: Path) -> Non
     assert "rank 1 failed (KeyError), and this rank would wait for it" in first[0][0], first
     assert first[0][1] < SOON
     assert first[1][0] == second[1][0] == ""
-
-
-def leaving_the_group(rank: int, folder: str) -> bool:
-    """The second rank fails while the first one is elsewhere; whether it can leave the group."""
-    ranks.PATIENCE = timedelta(seconds=0.5)
-    left, until = Path(folder, "left"), time.monotonic() + SOON
-    with contextlib.suppress(KeyError), plan_of().start():
-        if rank:
-            raise KeyError(SECRET)
-        while not left.exists() and time.monotonic() < until:
-            time.sleep(0.02)
-    if rank:
-        dist.destroy_process_group()  # as the interpreter does on its way out
-        left.touch()
-    return time.monotonic() < until
-
-
-def test_a_rank_that_failed_alone_is_not_kept_from_ending(tmp_path: Path) -> None:
-    assert on_ranks(2, tmp_path, leaving_the_group, str(tmp_path)) == [True, True]
 
 
 SCRIPT = """

@@ -23,11 +23,11 @@ from quietgrad.checks import warn_of_half_precision
 from quietgrad.clipping.capture.backward import PerExampleLoss
 from quietgrad.distributed.groups.news import in_public, telling
 from quietgrad.distributed.together import here
+from quietgrad.integrations.alike import REMEDY, told_of
 from quietgrad.integrations.folders import leaves_no_folder
 from quietgrad.integrations.owners import Owners
 from quietgrad.integrations.plans import plan_for
 from quietgrad.integrations.stepping import ReleasedGradients
-from quietgrad.integrations.transformers.alike import REMEDY, told_of
 from quietgrad.integrations.transformers.collating import LookingTrainer
 from quietgrad.integrations.transformers.hooks import require_hooks
 from quietgrad.integrations.transformers.loading import EpochLoader
