@@ -236,6 +236,27 @@ def test_a_process_that_ends_between_two_steps_is_missed_in_words(
     assert "gloo" not in last and last.endswith("(a private run goes on from its ledger)")
 
 
+def other_settings(rank: int, size: int, port: int, words: list[str]) -> None:
+    """The second process reads another learning rate."""
+    own = ["optimizer.learning_rate=0.03" if "learning_rate" in w else w for w in words]
+    run_command(rank, size, port, own if rank else words, None)
+
+
+@pytest.mark.usefixtures("ends_in_words")
+def test_processes_with_other_settings_are_refused_by_name(tmp_path: Path) -> None:
+    table(tmp_path / "people.csv")
+    log = tmp_path / "log"
+    words = [*command(tmp_path), "--log", str(log)]
+    multiprocessing.start_processes(
+        other_settings, (2, free_port(), words), nprocs=2, start_method="fork"
+    )
+    for rank in range(2):
+        told = log.with_suffix(f".{rank}").read_text()
+        assert "ranks 0 and 1 differ in optimizer.learning_rate: start every process" in told, told
+        assert "left with 1" in told
+    assert not (tmp_path / "run" / "ledger.jsonl").exists()
+
+
 def test_the_launcher_gets_the_command_without_the_number(monkeypatch: pytest.MonkeyPatch) -> None:
     started = []
     monkeypatch.setattr(launch.os, "execv", lambda program, words: started.append(words))

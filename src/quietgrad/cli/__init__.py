@@ -67,6 +67,9 @@ def _leave_others(error: BaseException) -> None:
     code = error.code if isinstance(error, SystemExit) else 1
     if not code or group is None or not (group.is_available() and group.is_initialized()):
         return
+    from quietgrad.distributed.groups.news import ENDED, tell
+
+    tell(ENDED, "" if isinstance(error, SystemExit) else type(error).__name__)
     if not isinstance(error, SystemExit):
         traceback.print_exception(error)
     sys.stdout.flush()

@@ -35,6 +35,7 @@ from quietgrad.ledger import holds_records
 from quietgrad.training.settings.config import TrainConfig, load_config
 from quietgrad.training.settings.references import references_for
 from quietgrad.training.settings.resume import require_same_settings, with_saved_choices
+from quietgrad.training.sharding.alike import REMEDY, settings_of
 
 if TYPE_CHECKING:
     from quietgrad.training.files.run_dir import RunDir
@@ -66,6 +67,7 @@ def run_train(
         config = together.all_of(
             lambda: _config_to_run(config_path, overrides, resume), "read its settings"
         )
+        together.require_alike(settings_of(config), REMEDY)
     if not together.first:
         target = Console(quiet=True)
     from quietgrad.training.extending import Extend, extended

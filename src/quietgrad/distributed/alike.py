@@ -48,6 +48,10 @@ REMEDIES = {
     "micro-batch": "ranks that hold parts of one model run the same records: make batches alike on "
     "all of them (the run's loader, and a collate_fn that draws no random numbers of its own, or "
     "from generators that are seeded alike)",
+    "model": "build the same model on every rank, from one version of your code: the same layers "
+    "in the same order, sharded and checkpointed alike",
+    "loss function": "give run.backward the same function on every rank, from one version of your "
+    "code (what one rank alone does, such as a log, stands in a branch of it)",
     "reading": "let a record be the same whenever it is read, and augment in collate_fn: records "
     "that change from reading to reading cannot be compared between ranks",
 }
@@ -74,16 +78,27 @@ def _number(text: str) -> int:
     return int.from_bytes(hashed, "little", signed=True)
 
 
-def differ(name: str, said: Iterable[int | None]) -> bool:
-    """Whether ranks say different things of a fact. None: they are not asked."""
-    nothing = {None, _number(NOT_KNOWN) if name == "precision" else None}
-    return len(set(said) - nothing) > 1
+def apart(name: str, said: Mapping[int, int], compared: Iterable[Iterable[int]]) -> str:
+    """Two ranks that say different things of a fact; nothing where none do.
+
+    Args:
+        name: of the fact.
+        said: by rank; those that are not asked are not in it.
+        compared: ranks that have to say the same.
+    """
+    nothing = _number(NOT_KNOWN) if name == "precision" else None
+    for some in compared:
+        known = [rank for rank in some if rank in said and said[rank] != nothing]
+        for rank in known[1:]:
+            if said[rank] != said[known[0]]:
+                return f"ranks {known[0]} and {rank}"
+    return ""
 
 
 def versions() -> str:
     """Of what the numbers of a rank depend on."""
     own = getattr(sys.modules["quietgrad"], "__version__", "")
-    return digest(torch.__version__, np.__version__, own)
+    return digest(torch.__version__, np.__version__, own, sys.version_info[:2])
 
 
 def weights_digest(model: nn.Module, told: Callable[[Tensor], bool] | None = None) -> str:

@@ -23,23 +23,25 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from quietgrad.clipping.clipped_sum import ClippedSum, PrivateCounts
-from quietgrad.distributed.alike import REMEDIES, differ, message, records_digest, weights_digest
+from quietgrad.distributed.alike import REMEDIES, apart, message, records_digest, weights_digest
 from quietgrad.distributed.circles import Circle, Circles
+from quietgrad.distributed.compared.code import CODE, code_of
+from quietgrad.distributed.groups import news
 from quietgrad.distributed.groups.failing import in_short, is_of_a_backend
 from quietgrad.distributed.groups.leaving import close_connections
 from quietgrad.distributed.groups.loops import Loops
 from quietgrad.distributed.groups.patience import patience
+from quietgrad.distributed.groups.telling import given_by
+from quietgrad.distributed.groups.waiting import meet_before_a_group
 from quietgrad.distributed.matrices import changed_whole
 from quietgrad.distributed.team import Denoise, Facts
 from quietgrad.noise.noisy_sum import NoisySum
 from quietgrad.randomness import RandomKey
 from quietgrad.tensors import Block, block_at, is_spread
 
-WORD_BYTES = 2048
 ALL = "all"  # the circle of all ranks
 FIRST = 0  # the rank that keeps ledger and secrets, and draws the numbers beside the gradients
-PATIENCE = timedelta(seconds=20)  # of a rank that stops, until it has told the others
-PATIENCE_IN_PASSES = timedelta(seconds=5)  # where the others wait for it in passes of a model
+PATIENCE = timedelta(seconds=5)  # of a rank that stops, until it has told the others
 
 
 class Ranks:
@@ -62,6 +64,7 @@ class Ranks:
                 "torch.distributed has no gloo here, through which ranks tell each other what they "
                 "do; install a build of torch with gloo"
             )
+        meet_before_a_group()
         self._control: Any = dist.new_group(backend="gloo", timeout=patience())
         self._groups: dict[str, Any] = {"cpu": self._control}
         self._loops = Loops(self._control.group_name, self.rank, self.size)
@@ -110,7 +113,7 @@ class Ranks:
             yield
         except BaseException as error:
             own = self._stopped is None
-            self.stop()
+            self.stop(error)
             if own and is_of_a_backend(error):  # in the middle of a pass, which another one left
                 raise self._lost_another(error) from error
             raise
@@ -119,32 +122,39 @@ class Ranks:
     def releasing(self) -> Iterator[None]:
         try:
             yield
-        except BaseException:
-            # The others are in another meeting by now; they notice that this process ends.
-            self._stopped = self._stopped or "this rank stopped in the middle of a release"
+        except BaseException as error:
+            if self._stopped is None:  # the others are in another meeting by now
+                self._stopped = "this rank stopped in the middle of a release"
+                self._loops.fails(error)
+                close_connections(self._own_groups)
             raise
 
-    def stop(self) -> None:
+    @property
+    def _own_groups(self) -> list[Any]:
+        """The groups that nobody else meets in."""
+        return list(self._groups.values())
+
+    def stop(self, error: BaseException | None = None) -> None:
         if self._stopped is not None:
             return
         self._stopped = "this rank stopped after an error of its own"
-        if not self._tell() and self.in_passes:
-            close_connections()
+        self._loops.fails(error)
+        if not self._tell():  # what it has begun would keep this process from ending
+            close_connections(None if self.in_passes else self._own_groups)
 
     def _tell(self) -> bool:
         """The others that this rank has stopped, wherever they meet it next; whether they heard."""
         mine = message(False, "", {}, 0)
         told = [torch.empty_like(mine) for _ in range(self.size)]
-        patience = min(PATIENCE, PATIENCE_IN_PASSES) if self.in_passes else PATIENCE
         try:
-            dist.all_gather(told, mine, group=self._control, async_op=True).wait(patience)
+            dist.all_gather(told, mine, group=self._control, async_op=True).wait(PATIENCE)
         except Exception:  # they may be gone, or elsewhere
             return False
         return True
 
-    def look_at(self, model: nn.Module, release: int) -> None:
+    def look_at(self, model: nn.Module, release: int, loss: Any) -> None:
         if self._looked != release:
-            self._looked, self._weights = release, self._digests(model)
+            self._looked, self._weights = release, self._digests(model) | code_of(model, loss)
 
     def _digests(self, model: nn.Module) -> dict[str, str]:
         return {"weights": weights_digest(model)}  # by what is compared
@@ -175,7 +185,8 @@ class Ranks:
         """``agree``, with the number of each rank in their order."""
         self.require()
         # Without a digest an empty word: numbers of facts are the same on all ranks.
-        told = {**facts, **(self._weights or dict.fromkeys(self.named, ""))}
+        looked = dict.fromkeys((*self.named, *CODE), "") | self._weights
+        told = {**facts, **{name: said for name, said in looked.items() if name not in facts}}
         self._weights = {}
         return self._said_alike(place, told, examples, list(range(self.size)), self._control)
 
@@ -193,19 +204,17 @@ class Ranks:
         table = torch.stack(found)
         stopped = (table[:, 0] == 0).nonzero().flatten().tolist()
         if stopped:
-            raise self._stop(
-                f"rank {ranks[stopped[0]]} stopped after an error of its own, which it has shown"
-            )
+            raise self._stop(self._loops.said_by(ranks[stopped[0]]))
         if (table[:, 1] != table[0, 1]).any():
             raise self._stop(
                 "the ranks are at different places: one clips or releases where another does not; "
                 "let all ranks make the same calls of the run, also with an empty share"
             )
         for i, name in enumerate(told):
-            of_rank = dict(zip(ranks, table[:, 3 + i].tolist(), strict=True))
-            compared = ([of_rank.get(r) for r in some] for some in self._compared(name))
-            if any(differ(name, said) for said in compared):
-                raise self._stop(f"the ranks differ in {name}: {REMEDIES[name]}")
+            said = dict(zip(ranks, table[:, 3 + i].tolist(), strict=True))
+            who = apart(name, said, self._compared(name))
+            if who:
+                raise self._stop(f"the ranks differ in {name} ({who}): {REMEDIES[name]}")
         numbers: list[int] = table[:, 2].tolist()
         return numbers
 
@@ -218,7 +227,8 @@ class Ranks:
                 write()
             except BaseException as raised:
                 error, word = raised, f"{raised}" or type(raised).__name__
-        word = self._said(word)
+        with self.lost():
+            word = given_by(FIRST, word, self._control)
         if not word:
             return
         stopped = self._stop(f"rank {FIRST} made no release: {word}")
@@ -314,13 +324,6 @@ class Ranks:
             self._groups[kind] = dist.new_group(timeout=patience())
         return self._groups[kind]
 
-    def _said(self, word: str) -> str:
-        told = word.encode("utf-8", "replace")[:WORD_BYTES].ljust(WORD_BYTES, b"\0")
-        buffer = torch.tensor(list(told), dtype=torch.uint8, device="cpu")
-        with self.lost():
-            dist.broadcast(buffer, FIRST, group=self._control)
-        return bytes(buffer.tolist()).rstrip(b"\0").decode("utf-8", "ignore")
-
     def _stop(self, why: str) -> RuntimeError:
         self._stopped = why
         return RuntimeError(
@@ -339,7 +342,9 @@ class Ranks:
             raise self._lost_another(error) from error
 
     def _lost_another(self, error: BaseException) -> RuntimeError:
+        close_connections(self._own_groups)  # others may wait for this one, and not for that
+        said = self._loops.a_failure() or news.told(range(self.size), 0.0)
         return self._stop(
             f"rank {self.rank} lost another rank, which failed, ended or cannot be reached "
-            f"({in_short(error)})"
+            f"({in_short(error)}){said and f': {said}'}"
         )

@@ -22,6 +22,7 @@ from quietgrad.clipping.cut.refusals import REMEDY, is_cut, is_cut_and_sharded
 from quietgrad.clipping.sharded.company import Arriving, Company
 from quietgrad.clipping.sharded.refusals import is_fully_sharded
 from quietgrad.clipping.soundness.refusals import require_model
+from quietgrad.distributed.compared.code import code_of
 from quietgrad.distributed.cut.company import Cutters
 from quietgrad.distributed.cut.ranks import CutRanks
 from quietgrad.distributed.groups.failing import require_to_end_here
@@ -185,7 +186,7 @@ def _cut_over(parameter: Any) -> int:
     return int(parameter.device_mesh.size(parameter.device_mesh.ndim - 1))
 
 
-def public_records_of(team: Team, model: nn.Module, records: Batch) -> Batch:
+def public_records_of(team: Team, model: nn.Module, records: Batch, loss: Any) -> Batch:
     """What the guard looks at in place of private records. For a sharded or cut model those of the
     first rank on all of them: how many passes a look makes follows from its records.
 
@@ -202,7 +203,7 @@ def public_records_of(team: Team, model: nn.Module, records: Batch) -> Batch:
     if not is_fully_sharded(model) or not isinstance(team, Ranks):
         return records
     meets_in_passes(team, model)
-    team.agree("check", {})
+    team.agree("check", code_of(model, loss))
     device = next(model.parameters()).device
     given = team.from_first(map_tensors(records, lambda t: t.detach().cpu()))
     # A copy everywhere: what a loss holds of them is then found on no rank, and not on one alone.

@@ -43,16 +43,16 @@ class Team(Protocol):
         """Inside, an error leaves this rank without a way to tell the others: it is over here."""
         ...
 
-    def stop(self) -> None:
-        """Tells the others, at their next agreement, that this rank cannot go on."""
+    def stop(self, error: BaseException | None = None) -> None:
+        """Tells the others, at their next agreement, that this rank cannot go on, and why."""
         ...
 
     def loops(self, where: str, released: int) -> None:
         """Tells those who wait for this rank that its loop "begins" or "leaves", or "closes"."""
         ...
 
-    def look_at(self, model: nn.Module, release: int) -> None:
-        """Takes a digest of the weights, for the next ``agree``; once a release."""
+    def look_at(self, model: nn.Module, release: int, loss: Any) -> None:
+        """Takes digests of weights, model and loss, for the next ``agree``; once a release."""
         ...
 
     def same_records(self, dataset: Any, key: RandomKey, cut: str) -> None:
@@ -103,13 +103,13 @@ class Alone:
     def releasing(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
-    def stop(self) -> None:
+    def stop(self, error: BaseException | None = None) -> None:
         return None
 
     def loops(self, where: str, released: int) -> None:
         return None
 
-    def look_at(self, model: nn.Module, release: int) -> None:
+    def look_at(self, model: nn.Module, release: int, loss: Any) -> None:
         return None
 
     def same_records(self, dataset: Any, key: RandomKey, cut: str) -> None:

@@ -13,12 +13,15 @@ import torch
 import torch.distributed as dist
 
 from quietgrad.distributed.alike import digest
+from quietgrad.distributed.groups import news
 from quietgrad.distributed.groups.failing import is_of_a_backend, lost_in_words
+from quietgrad.distributed.groups.leaving import close_connections
 from quietgrad.distributed.groups.meeting import place_of_this_start
 from quietgrad.distributed.groups.patience import patience
 from quietgrad.distributed.groups.restarts import begun_before, counted
 from quietgrad.distributed.groups.saving import group_for_saving as group_for_saving
 from quietgrad.distributed.groups.telling import refuse_together, tried, word_of
+from quietgrad.distributed.groups.waiting import meet_before_a_group, met
 
 Result = TypeVar("Result")
 
@@ -34,6 +37,7 @@ class Together:
         self.rank, self.size = rank, size
         self._group: Any = None
         if size > 1:
+            meet_before_a_group()
             self._group = dist.new_group(backend="gloo", timeout=patience())
 
     @property
@@ -46,8 +50,7 @@ class Together:
         if self._group is None:
             return flag
         told = torch.tensor([int(flag)], device="cpu")
-        with _lost():
-            dist.all_reduce(told, dist.ReduceOp.MAX, group=self._group)
+        self._met(dist.all_reduce(told, dist.ReduceOp.MAX, group=self._group, async_op=True))
         return bool(told.item())
 
     def of_first(self, value: Any) -> Any:
@@ -55,6 +58,7 @@ class Together:
         if self._group is None:
             return value
         box = [value]
+        self._met(dist.barrier(group=self._group, async_op=True))
         with _lost():
             dist.broadcast_object_list(box, src=0, group=self._group)
         return box[0]
@@ -73,18 +77,24 @@ class Together:
             raise ValueError(refused)
         return found
 
-    def all_of(self, work: Callable[[], Result], what: str) -> Result:
+    def all_of(
+        self,
+        work: Callable[[], Result],
+        what: str,
+        words: Callable[[BaseException | None], str] = word_of,
+    ) -> Result:
         """What ``work`` returns, on each process; all do it. Where it fails on one, all raise: that
         one what it raised, the others a ValueError with its words.
 
         Args:
             work: does not meet the others itself.
             what: it does, such as "read the data".
+            words: told of its error; ``news.in_public`` where a user's code may say what it is of.
         """
         if self._group is None:
             return work()
         found, error = tried(work)
-        refuse_together(self._of_all(word_of(error)), error, what, ValueError)
+        refuse_together(self._of_all(words(error)), error, what, ValueError)
         return cast(Result, found)
 
     def require_same(self, name: str, value: object, remedy: str) -> None:
@@ -96,11 +106,32 @@ class Together:
         if other is not None:
             raise RuntimeError(f"ranks 0 and {other} differ in {name}: {remedy}")
 
-    def _of_all(self, value: str) -> list[Any]:
+    def require_alike(self, facts: Mapping[str, object], remedy: str) -> None:
+        """Raises RuntimeError on all ranks where one of the named facts is not the same."""
+        if self._group is None:
+            return
+        told = self._of_all({name: digest(value) for name, value in facts.items()})
+        for rank, one in enumerate(told):
+            other = next(
+                (name for name in {**told[0], **one} if one.get(name) != told[0].get(name)), ""
+            )
+            if other:
+                raise RuntimeError(f"ranks 0 and {rank} differ in {other}: {remedy}")
+
+    def _of_all(self, value: Any) -> list[Any]:
         told: list[Any] = [None] * self.size
+        self._met(dist.barrier(group=self._group, async_op=True))
         with _lost():
             dist.all_gather_object(told, value, group=self._group)
         return told
+
+    def _met(self, work: Any) -> None:
+        """Waits for all, as long as none of them says that it will not come."""
+        with _lost():
+            away = met(work, lambda waited: news.told(range(self.size), waited))
+        if away:
+            close_connections([self._group])  # what was begun would be waited for at the end, too
+            raise RuntimeError(f"{away}{news.AFTER}")
 
 
 @contextlib.contextmanager
@@ -111,7 +142,8 @@ def _lost() -> Iterator[None]:
     except RuntimeError as error:
         if not is_of_a_backend(error):
             raise
-        raise RuntimeError(lost_in_words(error)) from error
+        said = news.told(range(dist.get_world_size()), 0.0) if dist.is_initialized() else ""
+        raise RuntimeError(f"{said and f'{said}: '}{lost_in_words(error)}") from error
 
 
 def launched(environment: Mapping[str, str] | None = None) -> bool:

@@ -188,7 +188,7 @@ class PrivateRun(LooksTogether, TellsBeside, TellsProgress):
         size = self.plan.batch_size_at(self.plan.at(min(self._released, self.plan.steps - 1)))
         summing = summing_of(self.max_grad_norm, size, self._team.size > 1)
         if is_guarded(self._released):
-            self._team.look_at(model, self._released)
+            self._team.look_at(model, self._released, per_example_loss)
         key, release, device = self._session.key, self._released, next(model.parameters()).device
         parts: Iterator[Batch] = (records_of(p, self._loader, release) for p in parts_of(batch))
         if self._loader is not None:
@@ -205,9 +205,9 @@ class PrivateRun(LooksTogether, TellsBeside, TellsProgress):
             ValueError: naming what cannot be clipped per example, with the remedy.
         """
         with self._team.stopping_all():
-            public_batch = public_records_of(self._team, model, public_batch)
+            public_batch = public_records_of(self._team, model, public_batch, per_example_loss)
             bound = self.bindings.of(model_inside(model), per_example_loss)
-        check_public(self._team, bound, model, public_batch)
+            check_public(self._team, bound, model, public_batch)
 
     def contribution(
         self,
@@ -344,7 +344,7 @@ class PrivateRun(LooksTogether, TellsBeside, TellsProgress):
     def __enter__(self) -> PrivateRun:
         return self
 
-    def __exit__(self, kind: object, *_: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None = None, *_: object) -> None:
         if kind is not None and not self._closed and self._released < self.plan.steps:
-            self._team.stop()
+            self._team.stop(error)
         self.close()

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from quietgrad.distributed.alike import message, weights_digest
 from quietgrad.distributed.circles import Circle, Circles
+from quietgrad.distributed.compared.code import CODE
 from quietgrad.distributed.groups.patience import patience
 from quietgrad.distributed.ranks import ALL, Ranks
 from quietgrad.distributed.team import Facts
@@ -91,11 +92,16 @@ class CutRanks(Ranks):
         self.require()
         group = self._group_among(WITHIN, "cpu")
         try:
-            self._said_alike(place, facts, 0, list(self.neighbours), group)
+            told = {**facts, **{name: self._weights.get(name, "") for name in CODE}}
+            self._said_alike(place, told, 0, list(self.neighbours), group)
         except RuntimeError:
             if len(self.across) > 1:
                 self._tell()
             raise
+
+    @property
+    def _own_groups(self) -> list[Any]:
+        return [*super()._own_groups, *self._subgroups.values()]
 
     def _tell(self) -> bool:
         """To neighbours, who may be in the middle of a share, and to all."""

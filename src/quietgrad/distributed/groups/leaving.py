@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any
 
@@ -13,10 +14,11 @@ SHORTLY = timedelta(milliseconds=10)
 NEVER_SENT = 2**20  # a tag of no message
 
 
-def close_connections() -> None:
-    """Closes this process' connections in all process groups: operations that others have begun
-    there fail at once, as if it had ended, and what this process has left open ends too (the
-    interpreter, or ``destroy_process_group``, would wait for it until the group's timeout).
+def close_connections(groups: Iterable[Any] | None = None) -> None:
+    """Closes this process' connections in process groups, in all where none are given: operations
+    that others have begun there fail at once, as if it had ended, and what this process has left
+    open ends too (the interpreter, or ``destroy_process_group``, would wait for it until the
+    group's timeout).
 
     gloo has no operation for it, but closes a group's connections where a wait for a message ends
     by its own, short timeout. NCCL has ``abort``, which ends what runs on this device. Others' NCCL
@@ -25,7 +27,7 @@ def close_connections() -> None:
     doubt) gets no further, and is ended by its launcher once this process is gone, or by torch's
     watchdog at the group's timeout.
     """
-    for group in list(dist.distributed_c10d._world.pg_map):
+    for group in list(dist.distributed_c10d._world.pg_map if groups is None else groups):
         if group.size() < 2:
             continue
         for kind in {"cpu", *(device.type for device in group._device_types)}:

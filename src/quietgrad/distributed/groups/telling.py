@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
 
 Result = TypeVar("Result")
+WORD_BYTES = 2048
 
 
 def tried(work: Callable[[], Result]) -> tuple[Result | None, Exception | None]:
@@ -19,6 +23,14 @@ def tried(work: Callable[[], Result]) -> tuple[Result | None, Exception | None]:
 def word_of(error: BaseException | None) -> str:
     """What the others are told of it; nothing where all is well."""
     return "" if error is None else str(error) or type(error).__name__
+
+
+def given_by(rank: int, word: str, group: Any) -> str:
+    """A short text of one rank, on all: a message of one size whatever it is."""
+    told = word.encode("utf-8", "replace")[:WORD_BYTES].ljust(WORD_BYTES, b"\0")
+    buffer = torch.tensor(list(told), dtype=torch.uint8, device="cpu")
+    dist.broadcast(buffer, rank, group=group)
+    return bytes(buffer.tolist()).rstrip(b"\0").decode("utf-8", "ignore")
 
 
 def refuse_together(

@@ -188,12 +188,18 @@ class Session:
             )
         return seen
 
-    def close(self) -> None:
-        """Ends the session; once the plan's releases are made, nothing of it stays secret."""
-        with self._open:
+    def close(self, error: BaseException | None = None) -> None:
+        """Ends the session; once the plan's releases are made, nothing of it stays secret.
+
+        Args:
+            error: that ends it, which the other processes hear of.
+        """
+        try:
             made = self.run is not None and self.run.released >= self.plan.steps
             if made and self._together.first:
                 forget_keys(self.files)
+        finally:
+            self._open.__exit__(None if error is None else type(error), error, None)
 
     def mark(self, releases: int) -> dict[str, Any]:
         """For a checkpoint: of which run it is, and how many releases its weights have seen; public

@@ -16,6 +16,7 @@ import quietgrad.integrations.lightning.refusals as refusals
 import quietgrad.integrations.lightning.strategies as strategies
 from quietgrad.checks import warn_of_half_precision
 from quietgrad.clipping.capture.spread import put_away
+from quietgrad.distributed.groups.news import FAILED, in_public, tell
 from quietgrad.events import unit_of
 from quietgrad.integrations.lightning.data import EpochLoader, training_data
 from quietgrad.integrations.lightning.progress import count_releases, move_schedules
@@ -240,8 +241,9 @@ class PrivateSteps(PublicLoaders):
             self.session.keep_noise()
 
     def on_exception(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:
-        """Lets go of the directory."""
-        self._close(trainer)
+        """Lets go of the directory, and tells the other processes, who may wait for this one."""
+        tell(FAILED, in_public(exception))
+        self._close(trainer, exception)
         refusals.name_remedy(exception)
 
     def told(self) -> dict[str, Any] | None:
@@ -258,7 +260,7 @@ class PrivateSteps(PublicLoaders):
                 pl_module._remember(told)
             self._close(trainer)
 
-    def _close(self, trainer: Trainer) -> None:
+    def _close(self, trainer: Trainer, error: BaseException | None = None) -> None:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
@@ -269,4 +271,4 @@ class PrivateSteps(PublicLoaders):
             trainer.fit_loop.max_epochs = self._max_epochs
             self._loader = None
         if self.session is not None:
-            self.session.close()
+            self.session.close(error)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from trl import DPOTrainer
 
 from quietgrad.clipping.capture.backward import PerExampleLoss
+from quietgrad.distributed.groups.news import telling
 from quietgrad.integrations.folders import leaves_no_folder
 from quietgrad.integrations.transformers.sft import (
     no_records_in_warnings,
@@ -143,6 +144,7 @@ class PrivateDPOTrainer(PrivateTrainer, DPOTrainer):
             that moves, and a collator of one's own.
     """
 
+    @telling
     @leaves_no_folder
     def __init__(
         self,

@@ -153,7 +153,10 @@ class TrainerSession:
 
     @contextlib.contextmanager
     def open(
-        self, resume: bool | str, require: Callable[[Path], None] = lambda _: None
+        self,
+        resume: bool | str,
+        require: Callable[[Path], None] = lambda _: None,
+        together: Together | None = None,
     ) -> Iterator[str | None]:
         """Starts the run, or goes on with it; gives the checkpoint to load, if there is one. On
         several processes all of them call it, and are one run. What is refused counts no start.
@@ -162,13 +165,14 @@ class TrainerSession:
             resume: as ``Trainer.train``'s ``resume_from_checkpoint``: False begins, True goes on
                 from the newest checkpoint of this run that is whole, a path from that one.
             require: refuses a checkpoint that the trainer cannot read.
+            together: the processes, where they have met already.
 
         Raises:
             ValueError: for a directory with a run that is not gone on with, or without the one that
                 is; a checkpoint of another run; a ledger that holds fewer releases than it; and
                 what ``PrivacyPlan.start`` refuses.
         """
-        self.together = here()
+        self.together = here() if together is None else together
         with contextlib.ExitStack() as held:
             # The first process alone locks, looks and, at the end, removes what is secret.
             self.together.by_first(lambda: self._take(held, resume))

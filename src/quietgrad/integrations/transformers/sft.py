@@ -14,6 +14,7 @@ import datasets
 from datasets import Dataset
 from trl import SFTTrainer
 
+from quietgrad.distributed.groups.news import telling
 from quietgrad.integrations.folders import leaves_no_folder
 from quietgrad.integrations.transformers.losses import IGNORED
 from quietgrad.integrations.transformers.trainer import PrivateTrainer
@@ -39,6 +40,7 @@ class PrivateSFTTrainer(PrivateTrainer, SFTTrainer):
             which is a mean over the batch.
     """
 
+    @telling
     @leaves_no_folder
     def __init__(self, *args: Any, **options: Any) -> None:
         for place, name in ((3, "train_dataset"), (4, "eval_dataset")):

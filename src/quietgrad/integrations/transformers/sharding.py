@@ -21,6 +21,7 @@ from torch import nn
 
 from quietgrad.clipping.capture.spread import put_away
 from quietgrad.distributed.alike import weights_digest
+from quietgrad.distributed.groups.news import in_public
 from quietgrad.distributed.together import here
 from quietgrad.durable import make_folder
 from quietgrad.integrations.transformers.quiet import QuietTrainer
@@ -57,31 +58,31 @@ class ShardingTrainer(QuietTrainer):
             refuse_plugin(state.fsdp_plugin)
             refuse_compiling(state)
 
-    def _require_shardable(self) -> None:
-        """Before anything is recorded: that accelerate can shard this model, and that all ranks
-        hold the same one.
+    def _require_shardable(self) -> str:
+        """Before anything is recorded: that accelerate can shard this model. Gives a digest of the
+        weights: a shard of others than the first rank's would be taken as it is. (Of replicas,
+        DistributedDataParallel sends the first one's to all.)
 
         Raises:
-            ValueError, RuntimeError: with the remedy.
+            ValueError: with the remedy.
         """
         if not self.is_fsdp_enabled:
-            return
+            return ""
         plugin, model = self._plugin, self._rested()
-        if not plugin.cpu_ram_efficient_loading:  # else the first one's are sent
-            # A shard of other weights than the others' would be taken as it is. (Of replicas,
-            # DistributedDataParallel sends the first one's to all.)
-            here().require_same("the model's weights", weights_digest(model), ALIKE)
         refuse_tables(model)
         if not any(is_spread(p) for p in model.parameters()):
             leave_embeddings(plugin, model)
             refuse_layers(plugin, model)
+        return "" if plugin.cpu_ram_efficient_loading else weights_digest(model)
 
     def _prepare_for_training(self, *args: Any, **options: Any) -> tuple[Any, Any]:
         """accelerate tells the optimiser's parameters by their memory. Of a model that an earlier
         ``train()`` sharded, shards without a row have none, so they are kept here meanwhile.
         """
         if self.model_init is not None:  # the model was made a moment ago
-            self._require_shardable()
+            together = self._session.together
+            held = together.all_of(self._require_shardable, "shard the model", in_public)
+            together.require_same("the model's weights", held, ALIKE)
         self._as_sharded: list[list[nn.Parameter]] | None = None
         if self.is_fsdp_enabled and any(is_spread(p) for p in self._rested().parameters()):
             made: Any = self.create_optimizer()

@@ -21,6 +21,9 @@ from transformers.trainer_utils import TrainOutput
 import quietgrad.integrations.transformers.refusals as refusals
 from quietgrad.checks import warn_of_half_precision
 from quietgrad.clipping.capture.backward import PerExampleLoss
+from quietgrad.distributed.groups.news import in_public, telling
+from quietgrad.distributed.together import here
+from quietgrad.integrations.alike import REMEDY, told_of
 from quietgrad.integrations.folders import leaves_no_folder
 from quietgrad.integrations.owners import Owners
 from quietgrad.integrations.plans import plan_for
@@ -31,6 +34,7 @@ from quietgrad.integrations.transformers.loading import EpochLoader
 from quietgrad.integrations.transformers.losses import record_loss_of
 from quietgrad.integrations.transformers.quiet import NO_SEARCH
 from quietgrad.integrations.transformers.session import TrainerSession
+from quietgrad.integrations.transformers.sharding import ALIKE
 from quietgrad.loading.batches import LoadedBatch
 from quietgrad.loading.loader import PrivateLoader
 from quietgrad.loading.unsaid import say_no_lengths
@@ -69,6 +73,7 @@ class PrivateTrainer(LookingTrainer):
             what ``PrivacyConfig.build`` refuses.
     """
 
+    @telling
     @leaves_no_folder
     def __init__(
         self,
@@ -149,6 +154,7 @@ class PrivateTrainer(LookingTrainer):
 
     # ---- the run ----
 
+    @telling
     def train(
         self,
         resume_from_checkpoint: str | bool | None = None,
@@ -165,20 +171,31 @@ class PrivateTrainer(LookingTrainer):
         Raises:
             ValueError: what ``TrainerSession.open`` refuses, and arguments changed since.
         """
-        refusals.refuse_before_training(self)
-        if trial is not None:
-            raise ValueError(NO_SEARCH)
-        self._session.starts_from(self.model, self._bare_model())
-        self._require_shardable()
-        if self.accelerator.mixed_precision != "no" and not self.plan.data_are_public:
-            warn_of_half_precision("args.bf16=True", "bf16=False")
-        self._look_first()
-        with self._session.open(resume_from_checkpoint or False, self._require_readable) as found:
+        together = here()
+        # What one process refuses alone the others would wait for.
+        held = together.all_of(lambda: self._ready(trial), "begin training", in_public)
+        model: Any = self.model
+        together.require_alike(told_of(self, self._not_compiled(model), self._loss), REMEDY)
+        together.require_same("the model's weights", held, ALIKE)
+        resume = resume_from_checkpoint or False
+        with self._session.open(resume, self._require_readable, together) as found:
             try:
                 done = super().train(found, None, ignore_keys_for_eval, **options)
             finally:
                 self._let_go_of_workers()
         return TrainOutput(done.global_step, None, done.metrics)  # type: ignore[arg-type]
+
+    def _ready(self, trial: Any) -> str:
+        """Refuses what cannot be trained, on this process; ``_require_shardable``'s."""
+        refusals.refuse_before_training(self)
+        if trial is not None:
+            raise ValueError(NO_SEARCH)
+        self._session.starts_from(self.model, self._bare_model())
+        held = self._require_shardable()
+        if self.accelerator.mixed_precision != "no" and not self.plan.data_are_public:
+            warn_of_half_precision("args.bf16=True", "bf16=False")
+        self._look_first()
+        return held
 
     def _let_go_of_workers(self) -> None:
         """Workers that stay (``dataloader_persistent_workers``) would hold on to the lock of the

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from quietgrad.distributed.team import Team
 from quietgrad.generators import KeyedByStep
 from quietgrad.loading.unsaid import say_no_sizes
+from quietgrad.plan.planned import Planned
 from quietgrad.plan.process import BoundToProcess
 from quietgrad.plan.session.noise_session import NoiseSession
 
@@ -17,6 +18,7 @@ from quietgrad.plan.session.noise_session import NoiseSession
 class DrawsForModels(BoundToProcess):
     """A run's seeds of the process's generators."""
 
+    _plan: Planned
     _session: NoiseSession
     _team: Team
     _released: int
@@ -63,3 +65,5 @@ class DrawsForModels(BoundToProcess):
             if self._released < end:
                 self._team.loops("leaves", self._released)
             raise
+        if self._released == end < self._plan.steps:
+            self._team.loops("leaves", self._released)

@@ -10,7 +10,7 @@ from quietgrad.plan.planned import Startable
 from quietgrad.plan.seeds import key_of_seed
 
 DIFFERS = {
-    "versions": "install the same versions of torch, numpy and quietgrad everywhere",
+    "versions": "install the same versions of torch, numpy, quietgrad and Python everywhere",
     "mechanism": "build the plan from the same settings on every rank",
     "sampling": "build the plan for the same records (ids, owners, number) on every rank",
     "seed": "give every rank the same seed, or none: the first rank then draws a root for all",

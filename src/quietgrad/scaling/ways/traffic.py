@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from quietgrad.clipping.norms.cost import Cost
 from quietgrad.distributed.alike import MOST_FACTS
 from quietgrad.distributed.exchange import owners_of
-from quietgrad.distributed.ranks import WORD_BYTES
+from quietgrad.distributed.groups.telling import WORD_BYTES
 from quietgrad.scaling.paper.micro_batch import Paper
 from quietgrad.scaling.ways.memory import WIDE, Job, item_of, sizes_of
 

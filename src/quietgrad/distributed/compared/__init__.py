@@ -1,0 +1,1 @@
+"""What ranks compare of the code that they run."""
