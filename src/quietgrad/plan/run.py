@@ -66,7 +66,7 @@ class PrivateRun(LooksTogether, TellsBeside, TellsProgress):
         self._plan = plan
         self._session = session
         self._writer = writer
-        self._released = released
+        self._name, self._released = name, released
         self._given_up = given_up
         norm = max_grad_norm or plan.clipper.max_grad_norm
         size = plan.batch_size_at(plan.at(0))
@@ -241,9 +241,9 @@ class PrivateRun(LooksTogether, TellsBeside, TellsProgress):
         return self._stamped(clip_given(gradients, examples, claim, beside, losses))
 
     def _stamped(self, clipped: ClippedSum) -> ClippedSum:
-        part = frozenset([object()])
-        name = None if self._open is None else self._open.name
-        return replace(clipped, stamp=Stamp.on(clipped.summed, name, self._released, part))
+        batch, part = None if self._open is None else self._open.name, frozenset([object()])
+        stamp = Stamp.on(clipped.summed, batch, self._name, self._released, part)
+        return replace(clipped, stamp=stamp)
 
     def release(self, clipped: ClippedSum) -> NoisySum:
         """Records the release, then draws the noise.
@@ -328,7 +328,7 @@ class PrivateRun(LooksTogether, TellsBeside, TellsProgress):
         """
         self._require_own_process()
         refuse_process_group()
-        permission, self._given_up = NotPrivate(reason, of_run=True), True
+        permission, self._given_up = NotPrivate(reason, self._name), True
         if self._writer is not None:
             self._writer.not_private(reason)
         return permission
