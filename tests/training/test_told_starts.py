@@ -5,6 +5,7 @@ of earlier runs add.
 from __future__ import annotations
 
 import json
+import multiprocessing
 import warnings
 from pathlib import Path
 from typing import Any
@@ -94,3 +95,27 @@ def test_a_loops_ledger_tells_of_the_loop_before(quietgrad: Any, tmp_path: Path)
     assert "started_from" not in first
     _, out, _ = quietgrad("epsilon", "--ledger", tmp_path / "two")
     assert ADDS in " ".join(out.replace("│", " ").split())
+
+
+def test_a_run_that_goes_on_in_another_process_knows_what_it_began_with(tmp_path: Path) -> None:
+    # Before: the third run's ledger told of the second one alone.
+    one, two, three, weights = (tmp_path / name for name in ("one", "two", "three", "weights"))
+
+    def first_process() -> None:
+        model = nn.Linear(6, 2)
+        looped(model, one)
+        with pytest.warns(UserWarning, match="trained by another private run"):
+            looped(model, two, steps=1)
+        torch.save(model.state_dict(), weights)
+
+    process = multiprocessing.get_context("fork").Process(target=first_process)
+    process.start()
+    process.join()
+    model = nn.Linear(6, 2)
+    model.load_state_dict(torch.load(weights))
+    looped(model, two)
+    with pytest.warns(UserWarning, match="trained by another private run"):
+        looped(model, three)
+    told = {record["run"]: record["steps"] for record in read_ledger(three).started_from}
+    assert told == {read_ledger(folder).sessions[0].name: 3 for folder in (one, two)}
+    assert len(read_ledger(two).started_from) == 1

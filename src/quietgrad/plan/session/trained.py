@@ -206,7 +206,8 @@ class Starts:
     """
 
     def __init__(self, run: str, plan: Any, writer: LedgerWriter | None = None) -> None:
-        self._trained = Trained(run, facts_of(plan), plan.data_are_public)
+        told = () if writer is None else writer.contents.started_from  # of earlier sessions
+        self._trained = Trained(run, facts_of(plan), plan.data_are_public, told)
         self._writer = writer
         self._met: list[list[TensorWeakRef]] = []  # what it trains of each of its models
         self._largest: list[TensorWeakRef] = []  # of each
@@ -216,7 +217,8 @@ class Starts:
     def asked_for(self, records: Iterable[Mapping[str, Any]]) -> None:
         """Records of the outputs of earlier runs that the weights are from, as files say."""
         for record in records:
-            self._trained.started_from += (record,)
+            if record not in self._trained.started_from:
+                self._trained.started_from += (record,)
             self._write(record)
 
     def _write(self, record: Mapping[str, Any]) -> None:
@@ -232,9 +234,10 @@ class Starts:
         self._met.append([TensorWeakRef(p) for p in trains])
         self._largest = [TensorWeakRef(p) for p in (*_alive(self._largest), *largest_of(model))]
         ours = self._trained
-        others = tuple(one for one in earlier_runs(model, ours) if not self._is_told(one))
-        ours.started_from += others
-        for one in others:
+        others = earlier_runs(model, ours)
+        new = tuple(one for one in others if not self._is_told(one))
+        ours.started_from += new
+        for one in new:
             self._write(said_of(one) if isinstance(one, Trained) else one)
         # An earlier session of this run, in this process.
         same = (one.releases for one in runs_of(model) if one.run == ours.run)
