@@ -80,7 +80,7 @@ class PrivateRun(LooksTogether, TellsBeside, TellsProgress):
         self._loader: PrivateLoader | None = None
         self._spent, self._closed = (0, 0.0), False  # releases, and their epsilon
         self._one_at_a_time = threading.Lock()
-        self.starts = Starts(name, plan, writer)
+        self.starts = Starts(name, plan, writer, given_up)
 
     def batches(self, steps: int | None = None) -> Iterator[Any]:
         """Index batches for the releases that remain, or for so many of them: arrays, with users
@@ -322,13 +322,13 @@ class PrivateRun(LooksTogether, TellsBeside, TellsProgress):
         return self.backward(model, per_example_loss, batch)
 
     def give_up_privacy(self, reason: str) -> NotPrivate:
-        """Leave for ``quietgrad.research`` to look at clipped gradients before their noise, for
-        data that need no protection. The ledger says so for good; epsilon is infinite. A reason
-        has to be given.
+        """Leave for ``quietgrad.research`` to look at this run's clipped gradients before their
+        noise, for data that need no protection. Epsilon is infinite for good; the ledger says why.
         """
         self._require_own_process()
         refuse_process_group()
         permission, self._given_up = NotPrivate(reason, self._name), True
+        self.starts.give_up()
         if self._writer is not None:
             self._writer.not_private(reason)
         return permission

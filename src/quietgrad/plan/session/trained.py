@@ -47,6 +47,8 @@ class Trained:
         started_from: earlier runs of these weights, each once: as they are here, or as records of
             files.
         releases: made so far.
+        given_up: whether it gave up privacy: then it has no epsilon, and nothing protects its
+            records.
     """
 
     run: str
@@ -54,6 +56,7 @@ class Trained:
     data_are_public: bool = False
     started_from: tuple[Any, ...] = ()
     releases: int = 0
+    given_up: bool = False
 
 
 def facts_of(plan: Any) -> Facts:
@@ -70,8 +73,9 @@ def facts_of(plan: Any) -> Facts:
 
 def said_of(trained: Trained) -> dict[str, Any]:
     """For a ledger: public facts of a run so far, without those that it began with."""
-    kind = {"private": True, "data_declared_public": trained.data_are_public}
-    return {**kind, **trained.facts(trained.releases), RUN: trained.run}
+    facts = {"steps": trained.releases} if trained.given_up else trained.facts(trained.releases)
+    kind = {"private": not trained.given_up, "data_declared_public": trained.data_are_public}
+    return {**kind, **facts, RUN: trained.run}
 
 
 # Parameters -> the run that trained them last, as long as they are in memory.
@@ -199,20 +203,27 @@ class Starts:
         run: its name.
         plan: what it carries out.
         writer: of its ledger, which says which runs these were; None where there is none here.
+        given_up: whether it gave up privacy, in an earlier session.
 
     Attributes:
         known: whether earlier runs were asked for already, so that none is said here.
         trains: whether anything steps on what is released; an audit looks at it alone.
     """
 
-    def __init__(self, run: str, plan: Any, writer: LedgerWriter | None = None) -> None:
+    def __init__(
+        self, run: str, plan: Any, writer: LedgerWriter | None = None, given_up: bool = False
+    ) -> None:
         told = () if writer is None else writer.contents.started_from  # of earlier sessions
-        self._trained = Trained(run, facts_of(plan), plan.data_are_public, told)
+        self._trained = Trained(run, facts_of(plan), plan.data_are_public, told, given_up=given_up)
         self._writer = writer
         self._met: list[list[TensorWeakRef]] = []  # what it trains of each of its models
         self._largest: list[TensorWeakRef] = []  # of each
         self.known = False
         self.trains = True
+
+    def give_up(self) -> None:
+        """Its weights are those of a run without privacy from now on."""
+        self._trained.given_up = True
 
     def asked_for(self, records: Iterable[Mapping[str, Any]]) -> None:
         """Records of the outputs of earlier runs that the weights are from, as files say."""
