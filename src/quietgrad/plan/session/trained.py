@@ -170,7 +170,9 @@ def earlier_runs(model: nn.Module, own: Trained) -> tuple[Any, ...]:
     """Those whose output a model is and that ``own`` does not know of yet, each once: as they are
     here, or as records of files.
     """
-    found = with_starts((), (one for one in runs_of(model) if one.run != own.run))
+    # Of an earlier session of its own, and of other runs of its name (runs on public records that
+    # a seed fixes have one): not these, but what they began with.
+    found = with_starts((), runs_of(model))
     return tuple(
         one
         for one in found
@@ -248,13 +250,13 @@ class Starts:
         others = earlier_runs(model, ours)
         new = tuple(one for one in others if not self._is_told(one))
         ours.started_from += new
-        for one in new:
+        for one in new if self._writer is not None else ():  # an epsilon takes a moment
             self._write(said_of(one) if isinstance(one, Trained) else one)
         # An earlier session of this run, in this process.
         same = (one.releases for one in runs_of(model) if one.run == ours.run)
         ours.releases = max(ours.releases, *same, 0)
         note_trained(model, ours)
-        if any(map(is_private, others)) and not (ours.data_are_public or self.known):
+        if any(map(is_private, new)) and not (ours.data_are_public or self.known):
             warnings.warn(
                 "the model was trained by another private run of this process, and epsilon is "
                 "this run's alone: for records that both use the epsilons and deltas add; "
