@@ -16,9 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quietgrad import PrivacyConfig
+from quietgrad.distributed.together import Together
 from quietgrad.ledger import removing
 from quietgrad.ledger.reader import scan
-from quietgrad.training.files.noise_state import remove_unreleased
+from quietgrad.training.files.noise_state import remove_unreleased, start_private
 from quietgrad.training.files.run_dir import RunDir
 
 PLAN = PrivacyConfig(noise_multiplier=1.0, expected_batch_size=5, steps=3).build(20)
@@ -109,6 +110,14 @@ def test_without_its_lock_a_release_would_be_lost(
     remove_unreleased(files)
     assert not files.ledger.exists()  # under the run that has it open
     run.close()
+
+
+def test_a_start_that_cannot_say_what_it_begins_with_leaves_nothing_open(tmp_path: Path) -> None:
+    files, unsaid = RunDir(tmp_path), {"private": True, "odd": object()}
+    with pytest.raises(TypeError):
+        start_private(PLAN, files, False, Together(), [unsaid])
+    remove_unreleased(files)
+    assert not files.ledger.exists()
 
 
 @contextlib.contextmanager

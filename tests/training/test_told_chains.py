@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quietgrad import PrivacyConfig
-from quietgrad.ledger import read_ledger
+from quietgrad.ledger import LedgerWriter, read_ledger
 from quietgrad.ledger.earlier import PUBLIC_NAME, RUN, tells_of
+from quietgrad.ledger.records import EarlierRun
 
 ADDS = "trained by another private run"
 FIXED: dict[str, Any] = {"seed": 1, "data_are_public": True}
@@ -54,3 +55,13 @@ def test_a_file_of_a_public_run_tells_of_no_other_of_its_name() -> None:
     assert not tells_of(record, PUBLIC_NAME, 2)
     assert tells_of(record | {RUN: "a"}, "a", 2)
     assert not tells_of(record | {RUN: "a"}, "a", 10)  # it went on since
+    assert tells_of(record | {"started_from": [record | {RUN: "a"}]}, "a", 9)
+
+
+def test_a_line_of_an_earlier_run_is_of_the_releases_before_it(tmp_path: Path) -> None:
+    ledger = tmp_path / "ledger.jsonl"
+    looped(nn.Linear(6, 2), ledger)
+    with LedgerWriter(ledger) as writer:
+        writer._append(EarlierRun(1, {RUN: "a"}))
+    with pytest.raises(ValueError, match="it is of step 1, and 2 releases come before it"):
+        read_ledger(ledger)

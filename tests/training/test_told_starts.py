@@ -20,6 +20,7 @@ from quietgrad import PrivacyConfig
 from quietgrad.integrations.trained import record_of
 from quietgrad.ledger import read_ledger
 from quietgrad.plan.session.trained import runs_of
+from quietgrad.report.run.facts import read_run
 from quietgrad.training.files.provenance import EPSILONS_ADD, WITHOUT_PRIVACY, read_provenance
 
 ADDS = "for records of both runs their epsilons and deltas add"
@@ -63,6 +64,7 @@ def test_every_command_tells_what_a_run_that_was_killed_began_with(
     # A resume says it once.
     train(second, resume=True)
     assert read_ledger(place).started_from == (record,)
+    assert len(read_run(place, None).start_warnings) == 1  # of the ledger's and the result's
 
 
 def loss(model: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
