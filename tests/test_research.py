@@ -49,14 +49,35 @@ def test_a_sum_of_a_run_needs_the_runs_own_permission() -> None:
         examples = len(next(run.batches()))
         total = run.contribution({"w": torch.ones(examples, 3, 3)}, examples)
         noisy = run.release(total)
-        with pytest.raises(ValueError, match=r"is no run's.*run\.give_up_privacy\(reason\)"):
+        with pytest.raises(ValueError, match=r"not from the run.*run\.give_up_privacy\(reason\)"):
             alignment(total, noisy, PublishedShrinkage(), not_private=SYNTHETIC)
-        with pytest.raises(ValueError, match="is no run's"):
+        with pytest.raises(ValueError, match="not from the run"):
             singular_values(total, noisy, "w", not_private=SYNTHETIC)
         assert run.epsilon() < math.inf
         permission = run.give_up_privacy("made up")
         assert len(singular_values(total, noisy, "w", not_private=permission)) == 3
         assert run.epsilon() == math.inf
+
+
+def test_another_runs_permission_is_not_taken(tmp_path: Path) -> None:
+    plan = PrivacyConfig(noise_multiplier=1.0, sample_rate=0.5, steps=2).build(20)
+    noisy = example()[1]
+    with plan.start() as other, plan.start(tmp_path / "ledger.jsonl") as run:
+        early = run.contribution({"w": torch.ones(3, 60, 90)}, 3)  # before any batch
+        examples = len(next(run.batches()))
+        total = run.contribution({"w": torch.ones(examples, 60, 90)}, examples)
+        given = other.give_up_privacy("made up")
+        for clipped in (early, total, total + run.contribution({"w": torch.ones(60, 90)})):
+            with pytest.raises(ValueError, match=r"not from the run.*give_up_privacy\(reason\)"):
+                singular_values(clipped, noisy, "w", not_private=given)
+            with pytest.raises(ValueError, match="not from the run"):
+                singular_values(clipped, noisy, "w", not_private=SYNTHETIC)
+        assert run.epsilon() < math.inf
+    # Its own: of any session.
+    with plan.start(tmp_path / "ledger.jsonl") as run:
+        given = run.give_up_privacy("made up")
+    assert len(singular_values(early, noisy, "w", not_private=given)) == 3
+    assert len(singular_values(total, noisy, "w", not_private=given)) == 3
 
 
 def test_a_run_that_is_looked_into_has_no_epsilon(

@@ -64,8 +64,6 @@ def as_plain(value: float) -> float:
     """A number as Python's own. numpy's short floats round all that is computed with them, and its
     short whole numbers start again at 0.
     """
-    if isinstance(value, int | float):
-        return value
     return int(value) if isinstance(value, Integral) else float(value)
 
 

@@ -124,6 +124,22 @@ def lock(descriptor: int, name: str, remedy: str) -> None:
         ) from error
 
 
+def close_locked(descriptor: int, process: int) -> None:
+    """Closes a file and gives up its lock, which closing alone would leave with forks of this
+    process, such as workers that read records, for as long as they live.
+
+    Args:
+        descriptor: of the open file.
+        process: the one that locked it; a fork of it leaves the lock alone.
+    """
+    if os.getpid() == process:
+        with contextlib.suppress(ImportError, OSError):
+            import fcntl
+
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
+    os.close(descriptor)
+
+
 def whole_lines(path: Path) -> list[dict[str, Any]]:
     """The JSON objects of a file of lines, none without the file. A kill may have cut a line off:
     what is no object is left out.

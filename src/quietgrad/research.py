@@ -87,7 +87,7 @@ def alignment(
 
     Raises:
         TypeError: without it.
-        ValueError: for a run's sum, and a permission that no run gave.
+        ValueError: for a run's sum, and a permission that is not from that run.
     """
     _require_switch(not_private, clipped)
     denoised = rule.denoise(noisy, model).gradients
@@ -132,11 +132,11 @@ def _require_switch(not_private: NotPrivate, clipped: ClippedSum) -> None:
             "no "
             "protection pass not_private=run.give_up_privacy(reason)"
         )
-    stamp = clipped.stamp
-    if stamp is not None and stamp.run is not None and not not_private.of_run:
+    if clipped.stamp is not None and clipped.stamp.run != not_private.run:
         raise ValueError(
-            f"not_private={not_private!r} is no run's, and the clipped sum is: its ledger would "
-            "go on telling an epsilon; pass not_private=run.give_up_privacy(reason)"
+            f"not_private={not_private!r} is not from the run that clipped this sum, whose ledger "
+            "would go on telling an epsilon; pass not_private=run.give_up_privacy(reason) of that "
+            "run"
         )
 
 

@@ -19,7 +19,7 @@ from quietgrad.events import EventSequence, PoissonGaussian, SideRelease
 DELTA = 1e-5
 
 
-@pytest.mark.parametrize("kind", [np.float16, np.float32, np.longdouble, Fraction])
+@pytest.mark.parametrize("kind", [np.float16, np.float32, np.float64, np.longdouble, Fraction])
 @pytest.mark.parametrize("rate", [0.0003, 0.003, 0.3])
 def test_rates_and_noise_are_not_rounded(kind: Any, rate: float) -> None:
     for bands in (1, 3):

@@ -115,3 +115,16 @@ def test_a_loss_that_undoes_its_switches_is_allowed() -> None:
     bound = Clipper(1.0, physical_batch_size=4).bind(model, loss)
     for step in range(3):
         bound.clip(records(), step=step)
+
+
+def test_a_layer_that_the_loss_takes_away_is_named() -> None:
+    # Before: an AttributeError, from the look at what it was.
+    def loss(model: With, batch: dict[str, Tensor]) -> Tensor:
+        found = good(model, batch)
+        del model.spare
+        return found
+
+    model = With(lambda model, h: h)
+    model.spare = torch.nn.Linear(2, 2).requires_grad_(False)
+    with pytest.raises(ValueError, match=r"'spare\.weight' is rewritten while the loss"):
+        Clipper(1.0).bind(model, loss).clip(records())

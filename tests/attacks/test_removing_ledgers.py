@@ -4,6 +4,9 @@ somebody else may open it and release.
 
 from __future__ import annotations
 
+import contextlib
+import multiprocessing
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quietgrad import PrivacyConfig
+from quietgrad.distributed.together import Together
 from quietgrad.ledger import removing
 from quietgrad.ledger.reader import scan
-from quietgrad.training.files.noise_state import remove_unreleased
+from quietgrad.training.files.noise_state import remove_unreleased, start_private
 from quietgrad.training.files.run_dir import RunDir
 
 PLAN = PrivacyConfig(noise_multiplier=1.0, expected_batch_size=5, steps=3).build(20)
@@ -106,3 +110,83 @@ def test_without_its_lock_a_release_would_be_lost(
     remove_unreleased(files)
     assert not files.ledger.exists()  # under the run that has it open
     run.close()
+
+
+def test_a_start_that_cannot_say_what_it_begins_with_leaves_nothing_open(tmp_path: Path) -> None:
+    files, unsaid = RunDir(tmp_path), {"private": True, "odd": object()}
+    with pytest.raises(TypeError):
+        start_private(PLAN, files, False, Together(), [unsaid])
+    remove_unreleased(files)
+    assert not files.ledger.exists()
+
+
+@contextlib.contextmanager
+def forked(work: Callable[[], None]) -> Iterator[None]:
+    """A worker, with all that this process has open, lives inside; it has done its work."""
+    context = multiprocessing.get_context("fork")
+    done, ended = context.Event(), context.Event()
+
+    def live() -> None:
+        work()
+        done.set()
+        ended.wait(60)
+
+    worker = context.Process(target=live)
+    worker.start()
+    try:
+        assert done.wait(60)
+        yield
+    finally:
+        ended.set()
+        worker.join()
+
+
+def test_workers_that_live_on_keep_no_lock(tmp_path: Path) -> None:
+    # Before: a fit that failed in its first batch left a ledger, and a folder "in use", as long as
+    # its workers lived, which is as long as a notebook shows the error.
+    files = RunDir(tmp_path)
+    with contextlib.ExitStack() as held:
+        with files.locked(), PLAN.start(files.ledger, files.secrets):
+            held.enter_context(forked(lambda: None))
+        with files.locked():
+            remove_unreleased(files)
+        assert not files.ledger.exists()
+
+
+def test_a_fork_that_closes_its_copies_gives_up_no_lock(tmp_path: Path) -> None:
+    files, inside = RunDir(tmp_path), contextlib.ExitStack()
+    with inside:
+        inside.enter_context(files.locked())
+        run = inside.enter_context(PLAN.start(files.ledger))
+        assert run._writer is not None
+
+        def close() -> None:
+            run._writer.close()
+            inside.close()
+
+        with forked(close):
+            with pytest.raises(ValueError, match="in use"), files.locked():
+                pass
+            remove_unreleased(files)
+            assert files.ledger.exists()
+
+
+@pytest.mark.parametrize("in_use", [False, True])
+def test_where_open_files_keep_their_names(
+    in_use: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On Windows a file goes once it is closed, and not while anybody has it open."""
+    files = begun(tmp_path)
+    unlink = Path.unlink
+
+    def not_in_use(path: Path, missing_ok: bool = False) -> None:
+        if in_use and path == files.ledger:
+            raise PermissionError(13, "in use", str(path))
+        unlink(path, missing_ok)
+
+    monkeypatch.setattr(removing, "WHILE_OPEN", False)
+    monkeypatch.setattr(Path, "unlink", not_in_use)
+    remove_unreleased(files)
+    assert files.ledger.exists() is in_use
+    if in_use:
+        assert scan(files.ledger).contents.releases == 0  # whole, with its count

@@ -17,6 +17,7 @@ from somebody_else import kept_from, needs_users
 from torch import Tensor, nn
 
 from quietgrad import PrivacyConfig
+from quietgrad.durable import temporary_of
 from quietgrad.keyring import places_path, read_secrets, rows_path
 from quietgrad.ledger import read_ledger
 from quietgrad.ledger.chain import count_path
@@ -68,7 +69,7 @@ def test_places_that_cannot_be_written_are_named(tmp_path: Path) -> None:
     assert released(ledger, keys) == 2
 
 
-@pytest.mark.parametrize("of", ["ledger", "count", "link", "hard link", "rows"])
+@pytest.mark.parametrize("of", ["ledger", "count", "next count", "link", "hard link", "rows"])
 @pytest.mark.parametrize("banded", [True, False], ids=["banded", "independent"])
 def test_secrets_are_not_written_over_the_ledger(of: str, banded: bool, tmp_path: Path) -> None:
     # Before: at each start the secrets took the ledger's place, or its count's, for good.
@@ -77,6 +78,7 @@ def test_secrets_are_not_written_over_the_ledger(of: str, banded: bool, tmp_path
     noise = BandedNoise(bands=2) if banded else IndependentNoise()
     plan = replace(CONFIG, noise=noise, seed=seed).build(len(RECORDS))
     places = {"ledger": ledger, "count": count_path(ledger), "rows": tmp_path / "ledger"}
+    places["next count"] = temporary_of(count_path(ledger))
     keys = places.get(of, tmp_path / "keys.json")
     if of == "rows":  # of correlated noise: "ledger.rows" beside keys="ledger"
         ledger = rows_path(keys)

@@ -107,5 +107,6 @@ def test_draws_of_others_are_not_taken_for_the_canary(source: str) -> None:
     with pytest.raises(ValueError, match=r"draws random numbers.*evaluation mode.*'gradient'"):
         audit_mechanism(PLAN, stage, runs=40, kind="input")
     assert torch.equal(torch.get_rng_state(), before)
+    Stage(model, loss, rows[:0], rows[:1]).require_no_draws()  # there are no others
     model.eval()
     assert not audit_mechanism(PLAN, stage, runs=40, kind="input", seed=0).refuted

@@ -62,11 +62,36 @@ class NestingBetween(Nesting):
         return self.last(torch.nested.to_padded_tensor(nested, 0.0).sum(1))
 
 
+class Own(nn.Module):
+    """A layer without a rule, whose nested input lies in another thing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, 2))
+
+    def forward(self, given: Any) -> Tensor:
+        (nested,) = given.values() if isinstance(given, dict) else given
+        return torch.stack([(one @ self.weight).mean(0) for one in nested.unbind()])
+
+
+class NestingInside(Nesting):
+    """What a layer is called with holds one."""
+
+    def __init__(self, layout: torch.layout) -> None:
+        super().__init__(layout)
+        self.first, self.last = Own(), Own()  # type: ignore[assignment]
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        own = [row[: int(n)] for row, n in zip(x, lengths, strict=True)]
+        nested = torch.nested.as_nested_tensor(own, layout=self.layout)
+        return self.first([nested]) + self.last({"x": nested})
+
+
 def loss(model: Any, batch: Records) -> Tensor:
     return F.cross_entropy(model(batch[0], batch[2]), batch[1], reduction="none")
 
 
-@pytest.mark.parametrize("kind", [Nesting, Attending, NestingBetween])
+@pytest.mark.parametrize("kind", [Nesting, Attending, NestingBetween, NestingInside])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_model_that_nests_is_clipped_exactly(kind: Any, layout: str) -> None:
     """Before: an internal error of torch's counter of multiplications."""
@@ -92,9 +117,10 @@ def test_a_run_of_one_releases() -> None:
     assert "nested tensor" in told["why"]
 
 
-def test_sketches_of_one_are_refused_by_name() -> None:
+@pytest.mark.parametrize("kind", [Nesting, NestingInside])
+def test_sketches_of_one_are_refused_by_name(kind: Any) -> None:
     with pytest.raises(ValueError, match=r"layer .first.*nested tensor.*padded tensors and a mask"):
-        clipped_gradients(Nesting(torch.jagged), loss, records(), 1.0, estimator="hutch")
+        clipped_gradients(kind(torch.jagged), loss, records(), 1.0, estimator="hutch")
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

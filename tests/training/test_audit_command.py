@@ -95,6 +95,8 @@ def test_the_table_says_what_an_audit_cannot_show(
             "canaries=30 exceeds the 27 public validation records",
         ),
         (("--confidence", "2"), "confidence=2.0"),
+        # Before anything else is looked at.
+        (("--confidence", "0.2", "--set", "privacy.enabled=false"), "confidence=0.2 must be in"),
         (("--figure", "audit.pdf"), "must end in .png"),
         (("--figure", "no/such/folder.png"), "no such folder"),
         (("--set", "privacy.enabled=false"), "no epsilon to audit"),

@@ -5,6 +5,7 @@ of earlier runs add.
 from __future__ import annotations
 
 import json
+import multiprocessing
 import warnings
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,10 @@ from tiny_runs import crash_at, train
 from torch import Tensor, nn
 
 from quietgrad import PrivacyConfig
+from quietgrad.integrations.trained import record_of
 from quietgrad.ledger import read_ledger
+from quietgrad.plan.session.trained import runs_of
+from quietgrad.report.run.facts import read_run
 from quietgrad.training.files.provenance import EPSILONS_ADD, WITHOUT_PRIVACY, read_provenance
 
 ADDS = "for records of both runs their epsilons and deltas add"
@@ -60,6 +64,7 @@ def test_every_command_tells_what_a_run_that_was_killed_began_with(
     # A resume says it once.
     train(second, resume=True)
     assert read_ledger(place).started_from == (record,)
+    assert len(read_run(place, None).start_warnings) == 1  # of the ledger's and the result's
 
 
 def loss(model: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -94,3 +99,51 @@ def test_a_loops_ledger_tells_of_the_loop_before(quietgrad: Any, tmp_path: Path)
     assert "started_from" not in first
     _, out, _ = quietgrad("epsilon", "--ledger", tmp_path / "two")
     assert ADDS in " ".join(out.replace("│", " ").split())
+
+
+def test_a_run_that_goes_on_in_another_process_knows_what_it_began_with(tmp_path: Path) -> None:
+    # Before: the third run's ledger told of the second one alone.
+    one, two, three, weights = (tmp_path / name for name in ("one", "two", "three", "weights"))
+
+    def first_process() -> None:
+        model = nn.Linear(6, 2)
+        looped(model, one)
+        with pytest.warns(UserWarning, match="trained by another private run"):
+            looped(model, two, steps=1)
+        torch.save(model.state_dict(), weights)
+
+    process = multiprocessing.get_context("fork").Process(target=first_process)
+    process.start()
+    process.join()
+    model = nn.Linear(6, 2)
+    model.load_state_dict(torch.load(weights))
+    looped(model, two)
+    with pytest.warns(UserWarning, match="trained by another private run"):
+        looped(model, three)
+    told = {record["run"]: record["steps"] for record in read_ledger(three).started_from}
+    assert told == {read_ledger(folder).sessions[0].name: 3 for folder in (one, two)}
+    assert len(read_ledger(two).started_from) == 1
+
+
+@pytest.mark.parametrize("in_a_session_before", [False, True])
+def test_a_run_that_gave_up_privacy_is_told_as_one_without(
+    in_a_session_before: bool, quietgrad: Any, tmp_path: Path
+) -> None:
+    # Before: with the epsilon that it would have had.
+    model, one = nn.Linear(6, 2), tmp_path / "one"
+    x, y = torch.randn(60, 6), torch.zeros(60, dtype=torch.long)
+    plan = PrivacyConfig(noise_multiplier=1.0, expected_batch_size=20, steps=2).build(60)
+    for gives_up in (in_a_session_before, not in_a_session_before):
+        with plan.start(one / "ledger.jsonl") as run:
+            indices = next(run.batches())
+            run.backward(model, loss, (x[indices], y[indices]))
+            if gives_up:
+                run.give_up_privacy("made up")
+    with pytest.warns(UserWarning, match="trained by another private run"):
+        looped(model, tmp_path / "two")
+    told = json.loads(quietgrad("epsilon", "--ledger", tmp_path / "two", "--json")[1])
+    (earlier,) = told["started_from"]
+    assert not earlier["private"] and "epsilon" not in earlier and earlier["steps"] == 2
+    assert NOT_COVERED in told["start_warnings"][0]
+    (second,) = runs_of(model)
+    assert [one["private"] for one in record_of(second)["started_from"]] == [False]

@@ -44,7 +44,8 @@ class Stamp:
     without saying how.
 
     Attributes:
-        run: the open batch that it is of, as an object that is nobody else's.
+        batch: the open batch that it is of, as an object that is nobody else's.
+        run: name of the run that clipped it.
         release: which release of that run it is for.
         parts: one object for every call that clipped: a part that is added twice is in both.
         tensors: the sums that were stamped, with their versions and some of their entries: a sum
@@ -54,14 +55,20 @@ class Stamp:
             not be.
     """
 
-    run: object
+    batch: object
+    run: str
     release: int
     parts: frozenset[object]
     tensors: tuple[tuple[str, Tensor, int, Tensor], ...] = field(repr=False, compare=False)
 
     @classmethod
     def on(
-        cls, gradients: Mapping[str, Tensor], run: object, release: int, parts: frozenset[object]
+        cls,
+        gradients: Mapping[str, Tensor],
+        batch: object,
+        run: str,
+        release: int,
+        parts: frozenset[object],
     ) -> Stamp:
         """A stamp on sums as they are now.
 
@@ -74,6 +81,7 @@ class Stamp:
                 "outside of it (torch.no_grad() is fine)"
             )
         return cls(
+            batch,
             run,
             release,
             parts,
@@ -196,7 +204,7 @@ class ClippedSum:
         one, two = self.stamp, other.stamp
         if one is None and two is None:
             return None
-        if one is None or two is None or one.run is not two.run or one.release != two.release:
+        if one is None or two is None or one.batch is not two.batch or one.release != two.release:
             raise ValueError(
                 "cannot add clipped sums of different runs or releases, or one that no run "
                 "clipped: clip every part of a batch with run.clip, after batches() gave it and "
@@ -212,4 +220,4 @@ class ClippedSum:
                 "a clipped sum was changed after it was clipped, so its bound is gone; leave it as "
                 "run.clip returned it"
             )
-        return Stamp.on(summed, one.run, one.release, one.parts | two.parts)
+        return Stamp.on(summed, one.batch, one.run, one.release, one.parts | two.parts)

@@ -269,14 +269,14 @@ class NotPrivate:
     Attributes:
         reason: why there is nothing to protect, such as "synthetic data"; of a run it is written to
             the ledger.
-        of_run: whether a run gave it.
+        run: name of the run that gave it, of whose sums alone it is; "" where none did.
 
     Raises:
         ValueError: without a reason.
     """
 
     reason: str
-    of_run: bool = field(default=False, repr=False, compare=False)
+    run: str = field(default="", repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.reason, str) or not self.reason.strip():

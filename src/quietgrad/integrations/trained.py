@@ -13,5 +13,5 @@ def record_of(trained: Trained) -> Record:
 
 
 def _alone(trained: Trained, earlier: tuple[Record, ...] = ()) -> Record:
-    facts = trained.facts(trained.releases)
+    facts = None if trained.given_up else trained.facts(trained.releases)
     return provenance("train_dataset", facts, trained.data_are_public, earlier, trained.run)

@@ -10,6 +10,8 @@ from typing import Any
 WITHOUT_PRIVACY, EPSILONS_ADD = "trained-without-privacy", "epsilons-add"
 STARTS = (WITHOUT_PRIVACY, EPSILONS_ADD)
 RUN = "run"  # in a record: the name of the run that it is of, as in its ledger
+# Of all sessions on public records whose seed alone fixes the root: it tells none from the others.
+PUBLIC_NAME = "public"
 
 _SAID = {
     WITHOUT_PRIVACY: "started from weights that were trained without privacy: epsilon covers "
@@ -37,7 +39,11 @@ def start_warnings(records: Iterable[Mapping[str, Any]]) -> list[str]:
 
 def tells_of(record: Mapping[str, Any], run: str, releases: int) -> bool:
     """Whether a record, or what its run began with, is of that run, with so many releases."""
-    if run and record.get(RUN) == run and int(record.get("steps", 0)) >= releases:
+    if (
+        run not in ("", PUBLIC_NAME)
+        and record.get(RUN) == run
+        and int(record.get("steps", 0)) >= releases
+    ):
         return True
     return any(tells_of(one, run, releases) for one in record.get("started_from", ()))
 

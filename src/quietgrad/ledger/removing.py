@@ -10,9 +10,8 @@ from quietgrad.durable import lock
 from quietgrad.ledger.chain import count_path
 from quietgrad.ledger.reader import scan
 
-WHILE_OPEN = (
-    os.name != "nt"
-)  # whether the system takes an open file's name away; Windows locks none
+# Whether the system takes an open file's name away. Windows does not, where nothing is locked.
+WHILE_OPEN = os.name != "nt"
 
 
 def remove_if_unreleased(path: Path, also: Callable[[], None] = lambda: None) -> bool:
@@ -46,8 +45,11 @@ def remove_if_unreleased(path: Path, also: Callable[[], None] = lambda: None) ->
         return False
     finally:
         os.close(file)
-    if not WHILE_OPEN:
-        _unlink(path)
+    try:
+        if not WHILE_OPEN:
+            _unlink(path)
+    except PermissionError:  # somebody else has it open
+        return False
     return True
 
 

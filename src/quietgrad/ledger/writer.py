@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-from quietgrad.durable import lock, make_folder
+from quietgrad.durable import close_locked, lock, make_folder
 from quietgrad.events import PoissonGaussian
 from quietgrad.ledger.chain import (
     Count,
@@ -172,7 +172,7 @@ class LedgerWriter:
         """Closes both files and gives up the lock."""
         self._broken = self._broken or "it was closed"
         if self._file >= 0:
-            os.close(self._file)
+            close_locked(self._file, self._process)
             self._file = -1
         if self._count_writer is not None:
             self._count_writer.close()

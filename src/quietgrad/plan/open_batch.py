@@ -75,7 +75,7 @@ class OpenBatch:
                 f"the clipped sum claims {clipped.claim}, but the plan accounts for {self.claim}"
             )
         stamp = clipped.stamp
-        if stamp is None or stamp.run is not self.name or stamp.release != self.release:
+        if stamp is None or stamp.batch is not self.name or stamp.release != self.release:
             raise RuntimeError(
                 "the clipped sum was not made by this run for the batch that is open; clip the "
                 "open batch with run.clip (gradients made otherwise: run.contribution)"

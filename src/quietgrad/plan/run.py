@@ -66,7 +66,7 @@ class PrivateRun(LooksTogether, TellsBeside, TellsProgress):
         self._plan = plan
         self._session = session
         self._writer = writer
-        self._released = released
+        self._name, self._released = name, released
         self._given_up = given_up
         norm = max_grad_norm or plan.clipper.max_grad_norm
         size = plan.batch_size_at(plan.at(0))
@@ -80,7 +80,7 @@ class PrivateRun(LooksTogether, TellsBeside, TellsProgress):
         self._loader: PrivateLoader | None = None
         self._spent, self._closed = (0, 0.0), False  # releases, and their epsilon
         self._one_at_a_time = threading.Lock()
-        self.starts = Starts(name, plan, writer)
+        self.starts = Starts(name, plan, writer, given_up)
 
     def batches(self, steps: int | None = None) -> Iterator[Any]:
         """Index batches for the releases that remain, or for so many of them: arrays, with users
@@ -241,9 +241,9 @@ class PrivateRun(LooksTogether, TellsBeside, TellsProgress):
         return self._stamped(clip_given(gradients, examples, claim, beside, losses))
 
     def _stamped(self, clipped: ClippedSum) -> ClippedSum:
-        part = frozenset([object()])
-        name = None if self._open is None else self._open.name
-        return replace(clipped, stamp=Stamp.on(clipped.summed, name, self._released, part))
+        batch, part = None if self._open is None else self._open.name, frozenset([object()])
+        stamp = Stamp.on(clipped.summed, batch, self._name, self._released, part)
+        return replace(clipped, stamp=stamp)
 
     def release(self, clipped: ClippedSum) -> NoisySum:
         """Records the release, then draws the noise.
@@ -322,13 +322,13 @@ class PrivateRun(LooksTogether, TellsBeside, TellsProgress):
         return self.backward(model, per_example_loss, batch)
 
     def give_up_privacy(self, reason: str) -> NotPrivate:
-        """Leave for ``quietgrad.research`` to look at clipped gradients before their noise, for
-        data that need no protection. The ledger says so for good; epsilon is infinite. A reason
-        has to be given.
+        """Leave for ``quietgrad.research`` to look at this run's clipped gradients before their
+        noise, for data that need no protection. Epsilon is infinite for good; the ledger says why.
         """
         self._require_own_process()
         refuse_process_group()
-        permission, self._given_up = NotPrivate(reason, of_run=True), True
+        permission, self._given_up = NotPrivate(reason, self._name), True
+        self.starts.give_up()
         if self._writer is not None:
             self._writer.not_private(reason)
         return permission

@@ -114,7 +114,9 @@ def _closed_if_refused(found: Started) -> Iterator[None]:
 
 def _run(plan: Startable, found: Started, secret: Path | None, team: Team) -> PrivateRun:
     by_number = plan.sampler.bands > 1 and plan.record_identity == "index"
-    places = Places(found.name, found.released, secret) if by_number else None
+    # Other ranks than the first have no files: their records are compared with the first one's.
+    earlier = 0 if found.writer is None else found.released
+    places = Places(found.name, earlier, secret) if by_number else None
     rows = None if secret is None or team.size > 1 else rows_path(secret)
     noise = NoiseSession(plan.noise, found.begun, found.writer, rows, places)
     return PrivateRun(

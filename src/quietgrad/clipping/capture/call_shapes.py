@@ -8,16 +8,19 @@ from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from quietgrad.clipping.capture.escapes import nested, no_example_dimension, several_inputs
 from quietgrad.clipping.capture.layout import Site
 from quietgrad.clipping.norms.rules import batched_dims
 
 
-def require_not_nested(site: Site, leaves: Iterable[Any]) -> None:
+def require_not_nested(site: Site, values: Iterable[Any]) -> None:
     """That no tensor among what a module is called with, or returns, is nested."""
-    if any(isinstance(leaf, Tensor) and leaf.is_nested for leaf in leaves):
-        raise nested(site)
+    for value in values:
+        inside = pytree.tree_leaves(value) if isinstance(value, list | tuple | dict) else (value,)
+        if any(isinstance(leaf, Tensor) and leaf.is_nested for leaf in inside):
+            raise nested(site)
 
 
 def give_outputs_examples(

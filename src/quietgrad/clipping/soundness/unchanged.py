@@ -150,10 +150,11 @@ def unchanged(model: nn.Module, thorough: bool = False) -> Iterator[None]:
         return
     back = watch.put_back()
     if parameters:
-        owner = model.get_submodule(parameters[0].rpartition(".")[0])
-        if packs_itself(owner):
+        path = parameters[0].rpartition(".")[0]
+        owner = dict(walked_anew(model)).get(path)  # None where the loss took the layer away
+        if owner is not None and packs_itself(owner):
             raise StateChanged(
-                f"layer {parameters[0].rpartition('.')[0]!r} ({type(owner).__name__}) packed its "
+                f"layer {path!r} ({type(owner).__name__}) packed its "
                 "weights for inference, as it does in evaluation mode on a processor; load the "
                 "model again and call its train() before the run"
             )

@@ -6,10 +6,20 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
+from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
+
 from quietgrad.durable import is_intact_archive
 from quietgrad.integrations.lightning.session import MARK
 
 _LEGACY = b"\x80"  # what torch.save wrote before its archives begins with a pickle's first byte
+
+
+def reads_archives(plugin: Any) -> bool:
+    """Whether a Trainer's checkpoints are what ``torch.save`` writes: those of a plugin of the
+    user's own may be anything, such as encrypted.
+    """
+    inner = plugin.checkpoint_io if isinstance(plugin, AsyncCheckpointIO) else plugin
+    return getattr(type(inner), "load_checkpoint", None) is TorchCheckpointIO.load_checkpoint
 
 
 def refuse_cut_off(ckpt_path: Any) -> None:

@@ -16,7 +16,7 @@ from lightning.pytorch.strategies import (
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 
 from quietgrad.clipping.soundness.processes import OTHERS, refuse_models_of, refuse_wrapped_model
-from quietgrad.integrations.lightning.checkpoints import refuse_cut_off
+from quietgrad.integrations.lightning.checkpoints import reads_archives, refuse_cut_off
 
 REPLICAS = (
     'use strategy="ddp", which keeps the whole model in every process, devices=1, or '
@@ -88,7 +88,8 @@ def refuse_shards(strategy: Any) -> Callable[[], None]:
                 f"saved, and {type(strategy).__name__} cannot read; go on with "
                 "strategy=ModelParallelStrategy(N, 1) and devices=N, 2 or more (docs/lightning.md)"
             )
-        refuse_cut_off(checkpoint_path)
+        if reads_archives(strategy.checkpoint_io):
+            refuse_cut_off(checkpoint_path)
         return load(checkpoint_path, *args, **options)
 
     strategy.load_checkpoint = checked

@@ -26,10 +26,9 @@ from quietgrad.keyring import (
 )
 from quietgrad.ledger import LedgerContents, LedgerWriter, SessionStart
 from quietgrad.ledger.chain import count_path
+from quietgrad.ledger.earlier import PUBLIC_NAME
 from quietgrad.plan.seeds import Seed, key_of_seed
 from quietgrad.randomness import RandomKey
-
-PUBLIC_NAME = "public"  # of all sessions whose seed alone fixes the root
 
 
 @dataclass(frozen=True)

@@ -47,6 +47,8 @@ class Trained:
         started_from: earlier runs of these weights, each once: as they are here, or as records of
             files.
         releases: made so far.
+        given_up: whether it gave up privacy: then it has no epsilon, and nothing protects its
+            records.
     """
 
     run: str
@@ -54,6 +56,7 @@ class Trained:
     data_are_public: bool = False
     started_from: tuple[Any, ...] = ()
     releases: int = 0
+    given_up: bool = False
 
 
 def facts_of(plan: Any) -> Facts:
@@ -70,8 +73,9 @@ def facts_of(plan: Any) -> Facts:
 
 def said_of(trained: Trained) -> dict[str, Any]:
     """For a ledger: public facts of a run so far, without those that it began with."""
-    kind = {"private": True, "data_declared_public": trained.data_are_public}
-    return {**kind, **trained.facts(trained.releases), RUN: trained.run}
+    facts = {"steps": trained.releases} if trained.given_up else trained.facts(trained.releases)
+    kind = {"private": not trained.given_up, "data_declared_public": trained.data_are_public}
+    return {**kind, **facts, RUN: trained.run}
 
 
 # Parameters -> the run that trained them last, as long as they are in memory.
@@ -166,7 +170,9 @@ def earlier_runs(model: nn.Module, own: Trained) -> tuple[Any, ...]:
     """Those whose output a model is and that ``own`` does not know of yet, each once: as they are
     here, or as records of files.
     """
-    found = with_starts((), (one for one in runs_of(model) if one.run != own.run))
+    # Of an earlier session of its own, and of other runs of its name (runs on public records that
+    # a seed fixes have one): not these, but what they began with.
+    found = with_starts((), runs_of(model))
     return tuple(
         one
         for one in found
@@ -199,24 +205,33 @@ class Starts:
         run: its name.
         plan: what it carries out.
         writer: of its ledger, which says which runs these were; None where there is none here.
+        given_up: whether it gave up privacy, in an earlier session.
 
     Attributes:
         known: whether earlier runs were asked for already, so that none is said here.
         trains: whether anything steps on what is released; an audit looks at it alone.
     """
 
-    def __init__(self, run: str, plan: Any, writer: LedgerWriter | None = None) -> None:
-        self._trained = Trained(run, facts_of(plan), plan.data_are_public)
+    def __init__(
+        self, run: str, plan: Any, writer: LedgerWriter | None = None, given_up: bool = False
+    ) -> None:
+        told = () if writer is None else writer.contents.started_from  # of earlier sessions
+        self._trained = Trained(run, facts_of(plan), plan.data_are_public, told, given_up=given_up)
         self._writer = writer
         self._met: list[list[TensorWeakRef]] = []  # what it trains of each of its models
         self._largest: list[TensorWeakRef] = []  # of each
         self.known = False
         self.trains = True
 
+    def give_up(self) -> None:
+        """Its weights are those of a run without privacy from now on."""
+        self._trained.given_up = True
+
     def asked_for(self, records: Iterable[Mapping[str, Any]]) -> None:
         """Records of the outputs of earlier runs that the weights are from, as files say."""
         for record in records:
-            self._trained.started_from += (record,)
+            if record not in self._trained.started_from:
+                self._trained.started_from += (record,)
             self._write(record)
 
     def _write(self, record: Mapping[str, Any]) -> None:
@@ -232,15 +247,16 @@ class Starts:
         self._met.append([TensorWeakRef(p) for p in trains])
         self._largest = [TensorWeakRef(p) for p in (*_alive(self._largest), *largest_of(model))]
         ours = self._trained
-        others = tuple(one for one in earlier_runs(model, ours) if not self._is_told(one))
-        ours.started_from += others
-        for one in others:
+        others = earlier_runs(model, ours)
+        new = tuple(one for one in others if not self._is_told(one))
+        ours.started_from += new
+        for one in new if self._writer is not None else ():  # an epsilon takes a moment
             self._write(said_of(one) if isinstance(one, Trained) else one)
         # An earlier session of this run, in this process.
         same = (one.releases for one in runs_of(model) if one.run == ours.run)
         ours.releases = max(ours.releases, *same, 0)
         note_trained(model, ours)
-        if any(map(is_private, others)) and not (ours.data_are_public or self.known):
+        if any(map(is_private, new)) and not (ours.data_are_public or self.known):
             warnings.warn(
                 "the model was trained by another private run of this process, and epsilon is "
                 "this run's alone: for records that both use the epsilons and deltas add; "

@@ -21,7 +21,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from quietgrad.durable import lock, make_folder, sync_folder, write_whole
+from quietgrad.durable import close_locked, lock, make_folder, sync_folder, write_whole
 from quietgrad.ledger import LEDGER_NAME, holds_records
 
 LOCK = ".lock"
@@ -104,13 +104,13 @@ class RunDir:
             descriptor = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
         except OSError as error:
             raise _unwritable(self.path, error) from error
+        process = os.getpid()
         try:
             lock(descriptor, name, "wait for it, or use another run directory")
             yield
         finally:
-            os.close(
-                descriptor
-            )  # the file stays: removing it would leave two processes with a lock each
+            # The file stays: removing it would leave two processes with a lock each.
+            close_locked(descriptor, process)
 
     def forget_beginning(self) -> None:
         """Gives the lock the present time, for who holds it. That at which it was made, which
