@@ -1,5 +1,5 @@
-"""Runs that a notebook loses: a cell that runs twice, a run that is deleted, a cell that ends with an
-error in the middle of a step.
+"""Runs that a notebook loses: a cell that runs twice, a run that is deleted, a cell that ends with
+an error in the middle of a step.
 """
 
 from __future__ import annotations

@@ -51,9 +51,7 @@ class Places:
         ValueError: for other identities than the run began with, with the remedy.
     """
 
-    def __init__(
-        self, run: str, released: int, keys: Path | None, assignment: Assignment = Assignment()
-    ) -> None:
+    def __init__(self, run: str, released: int, keys: Path | None, assignment: Assignment) -> None:
         self._run, self._given = run, assignment
         self._unknown = keys is None and released > 0 and not assignment.order
         self._path = None if keys is None else places_path(keys)
