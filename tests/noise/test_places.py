@@ -125,7 +125,7 @@ def test_the_same_order_and_what_may_have_another_go_on(tmp_path: Path) -> None:
         later = plan if again is None else plan_of(record_ids=again)
         with later.start(*place) as run:
             made(run, records(order))
-        assert places_path(place[1]).exists() == (name == "same")
+        assert places_path(place[1]).exists() == (name != "independent")
 
 
 class Augmented:

@@ -12,6 +12,7 @@ Any other state did not come from a stop, and is refused (``reader``).
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import stat
@@ -45,6 +46,11 @@ from quietgrad.ledger.records import (
 )
 from quietgrad.schedules.course import Course, StepSettings
 
+_CLOSE_IT = (
+    "close that run first (run.close(); `with plan.start(...) as run:` closes it where a cell ends "
+    "with an error, too), or wait for the process; another ledger would be another run, whose "
+    "epsilon adds"
+)
 _FLAGS = os.O_RDWR | os.O_APPEND | getattr(os, "O_BINARY", 0)
 
 
@@ -178,6 +184,13 @@ class LedgerWriter:
             self._count_writer.close()
             self._count_writer = None
 
+    def __del__(self) -> None:
+        """Of a run that nobody can release with any more: its lock would keep the next start out
+        as long as the process lasts.
+        """
+        if hasattr(self, "_file") and os.getpid() == self._process:
+            self.close()
+
     def __reduce__(self) -> NoReturn:
         raise TypeError(
             "a LedgerWriter holds open files and their lock: it is neither copied nor pickled; "
@@ -209,7 +222,7 @@ class LedgerWriter:
     def _begin(self, resume: bool | None) -> None:
         if not stat.S_ISREG(os.fstat(self._file).st_mode):  # a device may have no end
             raise ValueError(f"{self._name} is no file; name the place of one")
-        lock(self._file, self._name, "wait for it or use another run directory")
+        self._lock()
         self._require_open_file(None)
         found = scan(self._path)
         counts = count_path(self._path)
@@ -240,6 +253,14 @@ class LedgerWriter:
             self._append(Release(self._count.releases, torn=True))
         elif found.complete != read_count(counts):
             self._count_writer.write(self._count)  # a stop came between line and count
+
+    def _lock(self) -> None:
+        try:
+            lock(self._file, self._name, _CLOSE_IT)
+        except ValueError:
+            # A run that nobody holds any more, as after `del run`, lies in a cycle until then.
+            gc.collect()
+            lock(self._file, self._name, _CLOSE_IT)
 
     def _complete_line(self, rest: bytes) -> None:
         """Writes what a torn line lacks. It was counted, and its noise may exist."""

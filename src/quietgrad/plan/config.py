@@ -30,6 +30,7 @@ from quietgrad.noise.sources.source import noise_source
 from quietgrad.plan.by_step.course import calibrated_scale
 from quietgrad.plan.plan import PrivacyPlan
 from quietgrad.plan.seeds import Seed, key_of_seed, require_secret_seed
+from quietgrad.sampling.assignment import assignment_of
 from quietgrad.sampling.parts import index_ids, partition
 from quietgrad.sampling.poisson import PoissonSampler
 from quietgrad.sampling.users import Users, users_of
@@ -220,6 +221,7 @@ class PrivacyConfig:
             mixing=mixing,
             band_choice=choice,
             record_identity="index" if record_ids is None else "content",
+            assignment=assignment_of(record_ids, owned, bands),
             target_epsilon=self.target_epsilon,
             denoising=self.denoising,
             training_loss=self.training_loss,

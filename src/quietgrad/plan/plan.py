@@ -31,6 +31,7 @@ from quietgrad.plan.by_step.course import (
 from quietgrad.plan.run import PrivateRun
 from quietgrad.plan.seeds import Seed
 from quietgrad.plan.starting import start_run
+from quietgrad.sampling.assignment import Assignment
 from quietgrad.sampling.poisson import PoissonSampler
 from quietgrad.schedules import Course
 
@@ -53,6 +54,7 @@ class PrivacyPlan(StepByStep):
         band_choice: how the number of bands was chosen, where it was.
         record_identity: with more than one band, what decides a record's part: "content"
             (``record_ids`` were given) or "index".
+        assignment: digests of the identities or owners that were given. Private.
         target_epsilon: what the noise was calibrated for; None where a noise multiplier was given.
         denoising: what is done to a released sum before it is written to ``.grad``.
         training_loss, adaptive_clipping: what is released beside the gradients; None for neither.
@@ -76,6 +78,7 @@ class PrivacyPlan(StepByStep):
     mixing: MixingMatrix | None = field(default=None, repr=False)
     band_choice: BandChoice | None = field(default=None, repr=False)
     record_identity: str = "index"
+    assignment: Assignment = field(default=Assignment(), repr=False)
     target_epsilon: float | None = None
     denoising: GradientRule | None = None
     training_loss: TrainingLoss | None = None

@@ -19,6 +19,7 @@ from quietgrad.noise.mechanism import GaussianNoise
 from quietgrad.noise.noisy_sum import NoisySum
 from quietgrad.plan.seeds import Seed
 from quietgrad.randomness import RandomKey
+from quietgrad.sampling.assignment import Assignment
 from quietgrad.sampling.poisson import PoissonSampler
 from quietgrad.sampling.users import UserIndices
 from quietgrad.schedules import Course, StepSettings
@@ -72,6 +73,8 @@ class Startable(Planned, Protocol):
     def max_grad_norm(self) -> float: ...
     @property
     def record_identity(self) -> str: ...
+    @property
+    def assignment(self) -> Assignment: ...
     @property
     def denoising(self) -> Any: ...
     def sampling_facts(self) -> dict[str, object]: ...

@@ -45,6 +45,8 @@ class Started:
         released, given_up, max_grad_norm: what the ledger says of earlier sessions.
         use: of a secret seed.
         name: of the run, that of its first session.
+        places: whether records lie where they lay; None where it does not matter, and on ranks
+            whose records are compared with the first one's.
     """
 
     begun: Begun
@@ -54,6 +56,7 @@ class Started:
     max_grad_norm: float | None = None
     use: SeedUse | None = None
     name: str = ""
+    places: Places | None = None
 
 
 def start_run(
@@ -113,12 +116,8 @@ def _closed_if_refused(found: Started) -> Iterator[None]:
 
 
 def _run(plan: Startable, found: Started, secret: Path | None, team: Team) -> PrivateRun:
-    by_number = plan.sampler.bands > 1 and plan.record_identity == "index"
-    # Other ranks than the first have no files: their records are compared with the first one's.
-    earlier = 0 if found.writer is None else found.released
-    places = Places(found.name, earlier, secret) if by_number else None
     rows = None if secret is None or team.size > 1 else rows_path(secret)
-    noise = NoiseSession(plan.noise, found.begun, found.writer, rows, places)
+    noise = NoiseSession(plan.noise, found.begun, found.writer, rows, found.places)
     return PrivateRun(
         plan,
         noise,
@@ -142,7 +141,8 @@ def _started(
     if ledger is None:
         session = new_session(0, plan.seed, plan.data_are_public)
         use = _claim(plan, key, None, 0)
-        return Started(Begun(KeyRing((session,))), use=use, name=session.name)
+        places = _places(plan, session.name, 0, None)
+        return Started(Begun(KeyRing((session,))), use=use, name=session.name, places=places)
     if secret is not None and secret.exists() and not holds_records(Path(ledger)):
         raise ValueError(
             f"keys={str(secret)!r} is there, but no ledger of its run at ledger={str(ledger)!r}, "
@@ -173,14 +173,24 @@ def _started(
             writer.extension(more, target)
         session = new_session(contents.releases, plan.seed, plan.data_are_public)
         begun = Begun(KeyRing((session,)))
+        name = next((start.name for start in contents.sessions), session.name)
+        places = _places(plan, name, contents.releases, secret)
         if contents.releases < plan.steps:  # else nothing is left to draw, or to write down
             begun = begin_session(session, writer, contents, plan.seed, secret, plan.noise.digest)
     except BaseException:
         writer.close()
         raise
     given_up, norm = contents.not_private is not None, contents.max_grad_norm
-    name = next((start.name for start in contents.sessions), session.name)
-    return Started(begun, writer, contents.releases, given_up, norm, use, name)
+    return Started(begun, writer, contents.releases, given_up, norm, use, name, places)
+
+
+def _places(plan: Startable, name: str, released: int, secret: Path | None) -> Places | None:
+    matters = plan.sampler.bands > 1 or plan.sampler.users is not None
+    if not matters:
+        return None
+    # Of data that need no protection another order harms nobody; those in memory are compared.
+    earlier = 0 if plan.data_are_public and secret is None else released
+    return Places(name, earlier, secret, plan.assignment)
 
 
 def _claim(

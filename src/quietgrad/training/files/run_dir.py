@@ -130,7 +130,14 @@ class RunDir:
             or self.checkpoint.exists()
             or self.previous_checkpoint.exists()
         )
-        if resume and not (self.config.is_file() and begun):
+        if resume and begun and not self.config.is_file():
+            raise ValueError(
+                f"training.run_dir={str(self.path)!r} holds a run that `quietgrad train` did not "
+                "begin (no config.toml), and its ledger counts on; go on with it by the script "
+                "that began it, or choose another directory (the epsilons of two runs on the same "
+                "records add)"
+            )
+        if resume and not begun:
             raise ValueError(
                 f"training.run_dir={str(self.path)!r} holds no run to resume: nothing was released "
                 "or saved there; start it without --resume"
