@@ -167,3 +167,11 @@ def test_layers_that_an_evaluation_packed_are_refused() -> None:
     message = "'frozen' .Linear4bit. was packed.*learn from noise alone"
     with pytest.raises(ValueError, match=message):
         bound.clip(few(), step=0)
+
+
+def test_a_trainer_keeps_layers_unpacked_before_it_trains() -> None:
+    model = Adapted(0.0).eval()
+    quantized.keep_unpacked(model)
+    model(few()["x"])
+    assert not model.frozen.weight.quant_state.packing_format_for_cpu
+    assert not model.head.training

@@ -87,7 +87,7 @@ def loss(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_adapters_on_four_bits_are_trained(folder: Path, tmp_path: Path, dropout: float) -> None:
-    model = adapted(folder, in_four_bits(), dropout)
+    model = adapted(folder, in_four_bits(), dropout).eval()  # as it is loaded
     before = {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
     begun = trainer(model, tmp_path)
     begun.train()

@@ -21,6 +21,7 @@ from transformers.trainer_utils import TrainOutput
 import quietgrad.integrations.transformers.refusals as refusals
 from quietgrad.checks import warn_of_half_precision
 from quietgrad.clipping.capture.backward import PerExampleLoss
+from quietgrad.clipping.soundness.company.quantized import keep_unpacked
 from quietgrad.distributed.groups.news import in_public, telling
 from quietgrad.distributed.together import here
 from quietgrad.integrations.alike import REMEDY, told_of
@@ -192,6 +193,8 @@ class PrivateTrainer(LookingTrainer):
             raise ValueError(NO_SEARCH)
         self._session.starts_from(self.model, self._bare_model())
         held = self._require_shardable()
+        model: Any = self.model
+        keep_unpacked(model)
         if self.accelerator.mixed_precision != "no" and not self.plan.data_are_public:
             warn_of_half_precision("args.bf16=True", "bf16=False")
         self._look_first()

@@ -61,6 +61,15 @@ def packs_itself(module: nn.Module) -> bool:
     return is_quantized(module) and not module.training
 
 
+def keep_unpacked(model: nn.Module) -> None:
+    """Puts quantised layers alone into training mode, before a trainer does it with all: a look at
+    records in the meantime would pack them.
+    """
+    for module in model.modules():
+        if is_quantized(module):
+            module.training = True
+
+
 @contextlib.contextmanager
 def in_evaluation_mode(model: nn.Module) -> Iterator[None]:
     """Modules are in evaluation mode inside, but for those that would pack their weights for
