@@ -149,7 +149,7 @@ def read_ledger(path: str | Path) -> LedgerContents:
         if file.is_file():
             return scan(file).contents
     except OSError as error:
-        raise ValueError(f"ledger={str(path)!r} cannot be read: {error}") from error
+        raise ValueError(f"ledger={str(path)!r} cannot be read: {error.strerror}") from error
     where = f"pass a run directory that holds {LEDGER_NAME}, or that file"
     raise ValueError(f"ledger={str(path)!r}: no ledger there; {where}")
 
