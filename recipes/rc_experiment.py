@@ -1,4 +1,4 @@
-"""Randomized clipping on long documents: exact norms against Hutch++ with k = 8 and 32 and Hutch
+"""Randomized clipping on long documents: exact norms against Hutch++ with k = 4, 8 and 32 and Hutch
 with k = 32, at one epsilon, five seeds.
 
     apt-get download linux-doc-6.1                       # a Debian 12 package, 37 MB, GPL-2
@@ -64,7 +64,7 @@ from quietgrad.training.tasks.text.pooling import mean_over_tokens
 RESULTS = Path(__file__).with_name("results") / "rc_experiment.jsonl"
 MEMORY = RESULTS.with_name("rc_memory.json")
 FIGURE = Path(__file__).parents[1] / "docs" / "rc_experiment.png"
-METHODS = ["exact", "hutch++-8", "hutch++-32", "hutch-32"]
+METHODS = ["exact", "hutch++-4", "hutch++-8", "hutch++-32", "hutch-32"]
 REFERENCE = "non-private"
 SEEDS = [0, 1, 2, 3, 4]
 CLASSES = (
@@ -465,6 +465,12 @@ def main() -> None:
     if arguments.validate:
         print(json.dumps(train_once(task, "exact", 1000, settings, "validation")))
         return
+    if others := {r["corpus"] for r in read_results()} - {task.digest}:
+        raise SystemExit(
+            f"{RESULTS} holds results of other documents ({', '.join(sorted(others))}; these are "
+            f"{task.digest}): differences between methods would be differences between documents. "
+            "Unpack the package that they were made with, or move the file away."
+        )
     done = {(r["method"], r["seed"]) for r in read_results()}
     RESULTS.parent.mkdir(parents=True, exist_ok=True)
     for method, seed in [*((m, s) for s in SEEDS for m in METHODS), (REFERENCE, SEEDS[0])]:

@@ -6,20 +6,18 @@ with fresh draws; five standard errors there, one-sided, 3e-7 a comparison, fewe
 false alarms below 1.2e-4. Fixed seeds: in fact always or never.
 """
 
+import itertools
 import math
 
+import mpmath
 import numpy as np
 import pytest
 from scipy import integrate, special, stats
 
 from quietgrad.accounting import envelope_cdf, noise_multiplier
 from quietgrad.accounting.composition import compose
-from quietgrad.accounting.hutch_plus_plus.exponent import (
-    Grid,
-    bounded_exponent,
-    exponents,
-    smallest_share,
-)
+from quietgrad.accounting.hutch_plus_plus.columns import Grid, law_of_share
+from quietgrad.accounting.hutch_plus_plus.exponent import bounded_exponent, exponents
 from quietgrad.accounting.hutch_plus_plus.law import PLACE, PRICE, atoms, hull
 from quietgrad.accounting.scale_mixture import LARGEST_CONVEX_SHIFT, convex_from, scale_mixture
 from quietgrad.events import LARGEST_COUNTED_RATIO, PoissonGaussian, RandomizedClipping
@@ -38,63 +36,88 @@ def hockey_stick(log_a, mu):
 # --- B(theta) ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("ridge", [0.0, 1e-4, 0.08])
-def test_the_share_of_a_column_is_below_quadrature_and_near(ridge):
-    for l in (1e-6, 1e-3, 0.02, 0.3, 0.7, 0.99, 1.0):
+@pytest.mark.parametrize("ridge", [1e-4, 0.02, 0.25])
+@pytest.mark.parametrize("phi", [1e-6, 0.1, 3.0, 60.0, 3000.0])
+def test_what_a_column_takes_is_below_quadrature_and_near(ridge, phi):
+    grid = Grid.of(ridge)
+    found = grid.least_taken(np.full(grid.nodes.size, phi))
+    for i in (3, 40, 150, 300, 450, 590, 600):
+        c = (1 - grid.nodes[i] + ridge) / grid.nodes[i]
 
-        def integrand(g, l=l):
-            return l * g * g / (l * g * g + 1 - l + ridge) * stats.norm.pdf(g)
+        def given_up(g, c=c):
+            return -np.expm1(-phi * g * g / (g * g + c)) * stats.norm.pdf(g)
 
-        if l == 1.0 and ridge == 0.0:
-            truth = 1.0
-        else:
-            width = math.sqrt((1 - l + ridge) / l)
-            truth = 2 * sum(
-                integrate.quad(integrand, *ends, epsabs=1e-13, epsrel=1e-12, limit=400)[0]
-                for ends in ((0, min(width, 1.0)), (min(width, 1.0), 3.0), (3.0, 12.0))
-            )
-        found = float(smallest_share(np.array([l]), ridge)[0])
-        assert found <= truth + 2e-13
-        assert truth - found <= 5e-12 + 5e-5 * l
+        bends = sorted({min(math.sqrt(c / max(phi, 1.0)), 1.0), min(math.sqrt(c), 3.0), 4.0})
+        ends = [0.0, *bends, 14.0]
+        taken = 2 * sum(
+            integrate.quad(given_up, *pair, epsabs=0, epsrel=1e-11, limit=400)[0]
+            for pair in itertools.pairwise(ends)
+        )
+        truth = -math.log1p(-taken)
+        assert found[i] <= truth * (1 + 1e-9)
+        assert found[i] >= truth * 0.985
+
+
+def test_the_law_of_a_share_is_an_upper_bound_in_more_digits():
+    share = np.concatenate([np.geomspace(1e-7, 0.5, 12), 1 - np.geomspace(0.4, 1e-4, 6), [1.0]])
+    for l in (0.0, 1e-5, 0.01, 0.5, 1.0):
+        found = law_of_share(np.array(l), share, 0.01)
+        with mpmath.workdps(40):
+            for q, value in zip(share.tolist(), found.tolist(), strict=True):
+                if q == 1.0 or l == 0.0:
+                    assert value == 1.0
+                    continue
+                exact = (1 - mpmath.mpf(l) + mpmath.mpf(0.01)) / l * q / (1 - mpmath.mpf(q))
+                truth = mpmath.erf(mpmath.sqrt(exact / 2))
+                assert truth <= value <= truth * (1 + 1e-11)
 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_the_enclosure_lies_above_the_recursion_in_more_digits_and_near(seed):
-    """The same recursion in extended precision with pi by Gauss-Hermite-like quadrature on 4000
-    points, nothing rounded upwards.
+    """The same recursion in extended precision with E exp(-phi q) by 20 000 values of g, nothing
+    rounded upwards.
     """
     rng = np.random.default_rng(seed)
-    k = int(rng.choice([2, 4, 8, 32]))
-    theta = float(k * 10 ** rng.uniform(-1.2, 0.8))
-    s, ridge = 1.0 + float(rng.uniform(0, 1.5)), float(rng.choice([1e-4, 0.02]))
+    k = int(rng.choice([2, 3, 4, 8]))
+    theta = float(k * 10 ** rng.uniform(-1.2, 2.0))
+    ridge = float(rng.choice([1e-4, 0.02]))
     n = 120
     grid = Grid.of(ridge, n)
     nodes = grid.nodes.astype(np.longdouble)
-    g = np.linspace(0, 9, 20_001)
-    weights = np.full(g.size, 2 * (g[1] - g[0])) * stats.norm.pdf(g)
-    weights[[0, -1]] /= 2
-    share = np.array([weights @ (l * g * g / (l * g * g + 1 - l + ridge)) for l in grid.nodes])
+    g = np.geomspace(1e-6, 9, 20_001)
+    middle = (g[1:] + g[:-1]) / 2
+    weights = 2 * (special.ndtr(g[1:]) - special.ndtr(g[:-1]))
+    squared = middle**2 * grid.nodes[1:, None]
+    share = squared / (squared + 1 - grid.nodes[1:, None] + ridge)
     t, widths = np.longdouble(theta), np.diff(nodes)
     phi = t * nodes - np.longdouble(k) / 2 * np.log1p(2 * t * nodes / k)
     slopes = np.diff(phi) / widths
     for _ in range(k):
         slopes = np.maximum(np.maximum.accumulate(slopes), 0)
         phi = np.concatenate([[np.longdouble(0)], np.cumsum(slopes * widths)])
-        taken = s * share * -np.expm1(-phi)
+        lost = -np.expm1(-phi[1:, None].astype(float) * share) @ weights
+        taken = np.concatenate([[0.0], -np.log1p(-lost)])
         slopes = slopes - np.diff(np.concatenate([[0], taken[:-1]])) / widths
     plain = max(0.0, float(np.max(np.cumsum(slopes * widths) / nodes[1:])))
-    plain += k * (s - 1 - math.log(s))
-    found = float(bounded_exponent(np.array([theta]), k, np.array([s]), grid)[0])
-    assert plain - 2e-7 * (1 + plain) <= found  # the quadrature's own error
-    assert found <= plain * (1 + 1e-5) + 1e-5
+    found = bounded_exponent(theta, k, grid)
+    assert plain * (1 - 1e-4) <= found  # the quadrature's own error
+    assert found <= plain * 1.02
 
 
 def test_a_recursion_that_takes_too_much_is_seen():
-    """Teeth of the last test: a share that is a hundredth too large moves B by far more."""
+    """Teeth of the last test: shares that are a tenth too large move B by as much."""
     grid = Grid.of(1e-4, 120)
-    wrong = Grid(grid.nodes, np.minimum(grid.shares * 1.01, 1.0))
-    args = np.array([13.0]), 8, np.array([1.2])
-    assert bounded_exponent(*args, wrong)[0] < bounded_exponent(*args, grid)[0] * (1 - 1e-3)
+    wrong = Grid(grid.nodes, np.minimum(grid.shares * 1.1, 1.0), grid.masses)
+    assert bounded_exponent(13.0, 8, wrong) < bounded_exponent(13.0, 8, grid) * 0.95
+
+
+def test_a_column_is_worth_as_much_whatever_order_the_grid_is_refined_in():
+    """Any grid gives a bound; finer ones give lower ones, by little."""
+    coarse, usual, fine = (Grid.of(0.02, n, m) for n, m in ((150, 25), (600, 50), (1200, 100)))
+    for theta in (2.0, 30.0, 800.0):
+        found = [bounded_exponent(theta, 4, grid) for grid in (coarse, usual, fine)]
+        assert found[2] <= found[1] <= found[0] <= found[2] * 1.08
+        assert found[1] <= found[2] * 1.02
 
 
 SPECTRA = {

@@ -32,6 +32,9 @@ Array = NDArray[np.float64]
 ROUNDING = 1e-11
 CELLS = 1500  # of c, of which each keeps its lowest point
 CENTRES, GAPS = 90, 26
+# Probability, and value of E (c - R)_+, that is left to what real arithmetic adds: zeros among
+# float32 numbers, bounds on rounding that fail (docs/notes/hutchpp_envelope.md).
+FLOOR = 1e-20
 PLACE, PRICE = 1.5, 3.15  # of a tangent at r0: docs/hutchpp_envelope/convexity.md, theorem 3
 
 
@@ -45,7 +48,7 @@ def distribution_bound(sketch_dim: int, x: Array, moments: bool = True) -> Array
         shape = (-1, *[1] * points.ndim)
         falling = known.thetas.reshape(shape) * (1.0 - points) * (1 - 1e-15)
         exponent = np.min(known.bounds.reshape(shape) - falling, axis=0)
-        bound = np.minimum(bound, np.exp(np.minimum(exponent, 0.0)))
+        bound = np.minimum(bound, np.exp(np.minimum(exponent, 0.0)) + FLOOR)
     return np.where(points > 0, np.minimum(bound * (1 + ROUNDING), 1.0), 0.0)
 
 
@@ -123,7 +126,7 @@ def _by_exponent(known: Exponents, start: float) -> tuple[Array, Array]:
         )
     # What c is off by, G may be: its slope is at most 1.
     found = np.isfinite(value) & np.isfinite(w) & np.isfinite(rounding)
-    return 1.0 + w[found], np.maximum(value[found], 0.0) + rounding[found]
+    return 1.0 + w[found], np.maximum(value[found], 0.0) + rounding[found] + FLOOR
 
 
 def _lower_hull(c: Array, values: Array, start: float) -> Hull:
