@@ -320,7 +320,8 @@ def test_explanation_holds_choice_alternatives_and_reasons() -> None:
     record = explain(Clipper(1.0), model, loss, batch)
     assert {row["engine"] for row in record["alternatives"]} == set(ENGINES)
     assert sum(row["count"] for row in record["layers"]) == len(trainable_parameters(model))
-    assert record["why"] and record["sketch"]["sketch_dim"] == 32
+    offered = [(sketch["estimator"], sketch["sketch_dim"]) for sketch in record["sketches"]]
+    assert record["why"] and offered == [("hutch", 32), ("hutch++", 8)]
     assert all(row["seconds"] > 0 and row["mib"] > 0 for row in record["alternatives"])
 
 

@@ -187,13 +187,18 @@ def test_a_comparison_makes_a_matrix_for_every_setting_that_shapes_it(
     assert sorted(made) == [6, 9]
 
 
-def test_the_sketch_that_plan_offers_is_calibrated_for_the_same_bands(
+def test_the_sketches_that_plan_offers_are_calibrated_for_the_same_bands(
     quietgrad, values, write_config
 ) -> None:
     code, out, _ = quietgrad("plan", write_config(values), "--json")
-    offered = json.loads(out)["sketch"]
-    plan = prepare(config_of(values | {"clipping.estimator": "hutch"})).plan
-    assert code == 0 and offered["noise_multiplier"] == plan.noise_multiplier
+    assert code == 0
+    for offered in json.loads(out)["sketches"]:
+        asked = {
+            "clipping.estimator": offered["estimator"],
+            "clipping.sketch_dim": offered["sketch_dim"],
+        }
+        plan = prepare(config_of(values | asked)).plan
+        assert offered["noise_multiplier"] == plan.noise_multiplier
 
 
 @pytest.mark.grid(2, "mechanisms that share the resume")

@@ -229,14 +229,13 @@ def _print_clipping(target: Console, record: dict[str, Any]) -> None:
     rows["without privacy"] = (
         f"{plain['seconds']:.3g} s and {plain['mib']:,.0f} MiB for such a batch (modelled)"
     )
-    sketch = record["sketch"]
-    if "noise_multiplier" in sketch:
-        rows["sketching"] = (
-            f"hutch with k = {sketch['sketch_dim']} would {_saving(sketch['saves'])} and raise "
-            "the noise multiplier from "
-            f"{round_up(record['noise_multiplier'], 4)} to "
-            f"{round_up(sketch['noise_multiplier'], 4)}"
-        )
+    for sketch in record["sketches"]:
+        if "noise_multiplier" in sketch:
+            rows[f"{sketch['estimator']}, k = {sketch['sketch_dim']}"] = (
+                f"would {_saving(sketch['saves'])} and raise the noise multiplier from "
+                f"{round_up(record['noise_multiplier'], 4)} to "
+                f"{round_up(sketch['noise_multiplier'], 4)}"
+            )
     print_table(target, "Engines", rows)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from quietgrad.clipping.layer_overrides import claim_of
+from quietgrad.clipping.norms.choice import Estimator
 from quietgrad.clipping.planner.explain import TEXTS, explain
 from quietgrad.events import RandomizedClipping
 from quietgrad.plan import PrivacyPlan
@@ -28,7 +29,8 @@ def forecast(prepared: Prepared) -> dict[str, Any]:
     if prepared.plan is not None:
         batch = sample.as_clipped(prepared.combined is not None)
         clipping = explain(prepared.plan.clipper, sample.model, prepared.loss(), batch)
-        clipping["sketch"] |= _noise_of_a_sketch(prepared.plan)
+        for sketch in clipping["sketches"]:
+            sketch |= _noise_of_a_sketch(prepared.plan, sketch["estimator"], sketch["sketch_dim"])
     machine = prepared.measured(sample)
     examples = prepared.expected_batch_size * prepared.steps
     seconds = machine.before + machine.seconds * examples
@@ -62,13 +64,15 @@ def kept_forecast(prepared: Prepared) -> dict[str, Any]:
     return {**{name: found[name] for name in names}, "layers": layers}
 
 
-def _noise_of_a_sketch(plan: PrivacyPlan) -> dict[str, float]:
+def _noise_of_a_sketch(
+    plan: PrivacyPlan, estimator: Estimator, sketch_dim: int
+) -> dict[str, float]:
     """The noise multiplier that sketched norms would need for the same guarantee; nothing where the
     multiplier was given.
     """
     if isinstance(plan.event.clipping, RandomizedClipping):
         return {}
-    claim = claim_of("hutch", plan.clipper.sketch_dim, (), "auto")
+    claim = claim_of(estimator, sketch_dim, (), "auto")
     sigma = plan.multiplier_for(clipping=claim)
     return {} if sigma is None else {"noise_multiplier": sigma}
 

@@ -34,7 +34,7 @@ CELLS = 1500  # of c, of which each keeps its lowest point
 CENTRES, GAPS = 90, 26
 # Probability, and value of E (c - R)_+, that is left to what real arithmetic adds: zeros among
 # float32 numbers, bounds on rounding that fail (docs/notes/hutchpp_envelope.md).
-FLOOR = 1e-20
+FLOOR = 1e-19
 PLACE, PRICE = 1.5, 3.15  # of a tangent at r0: docs/hutchpp_envelope/convexity.md, theorem 3
 
 

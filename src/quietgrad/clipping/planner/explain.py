@@ -11,7 +11,7 @@ from quietgrad.clipping.capture.backward import PerExampleLoss
 from quietgrad.clipping.capture.layout import layout_of
 from quietgrad.clipping.clipper import Clipper
 from quietgrad.clipping.engines.work import ENGINES, Engine
-from quietgrad.clipping.norms.choice import ESTIMATOR_OF
+from quietgrad.clipping.norms.choice import ESTIMATOR_OF, Estimator
 from quietgrad.clipping.norms.cost import seconds
 from quietgrad.clipping.planner.execution import (
     ExecutionChoice,
@@ -23,6 +23,8 @@ from quietgrad.clipping.planner.execution import (
 )
 from quietgrad.clipping.planner.throughput import measured_throughput
 from quietgrad.tensors import Batch, batch_size_of
+
+SMALL_SKETCH = 8  # of Hutch++, which is charged little from there on (docs/hutchpp_envelope.md)
 
 TEXTS: dict[Engine, str] = {
     "bookkeeping": "book-keeping: one backward pass, weighted products afterwards",
@@ -42,8 +44,8 @@ def explain(
     Returns:
         "engine", "physical_batch_size", "why" (where the model cannot be captured, the layer that
         it fails at); "layers": per shape of parameter the estimator and its cost; "alternatives":
-        per engine; "non_private": the same for the plain step; "sketch": what a sketch of the
-        clipper's dimension would save, as a share of the step.
+        per engine; "non_private": the same for the plain step; "sketches": for Hutch with the
+        clipper's k, and for Hutch++ with a small one, what it would save, as a share of the step.
     """
     layout = layout_of(model)
     bound = clipper.bind(model, per_example_loss)
@@ -85,15 +87,21 @@ def explain(
         one = 1 if engine == "one-example" else size
         guess = predicted(engine, one, shapes, kinds_of(shapes, policies), n, speed)
         alternatives.append(_row(guess, plain))
-    sketched = {
-        name: policy._replace(estimator="hutch").for_shape(layout.parameters[name].shape)
-        for name, policy in policies.items()
-    }
-    exact = {name: policy._replace(estimator="exact") for name, policy in policies.items()}
-    best, with_sketch = (
-        predicted("bookkeeping", size, shapes, kinds_of(shapes, some), n, speed).seconds
-        for some in (exact, sketched)
-    )
+
+    def seconds_with(estimator: Estimator, k: int) -> float:
+        some = {
+            name: policy._replace(estimator=estimator, sketch_dim=k).for_shape(
+                layout.parameters[name].shape
+            )
+            for name, policy in policies.items()
+        }
+        return predicted("bookkeeping", size, shapes, kinds_of(shapes, some), n, speed).seconds
+
+    best = seconds_with("exact", clipper.sketch_dim)
+    offered: list[tuple[Estimator, int]] = [
+        ("hutch", clipper.sketch_dim),
+        ("hutch++", SMALL_SKETCH),
+    ]
     return {
         "engine": TEXTS[how.engine],
         "physical_batch_size": size,
@@ -101,10 +109,14 @@ def explain(
         "layers": rows,
         "alternatives": alternatives,
         "non_private": {"seconds": plain, "mib": nonprivate_bytes(shapes, n) / 2**20},
-        "sketch": {
-            "sketch_dim": clipper.sketch_dim,
-            "saves": (best - with_sketch) / best if shapes.captured else 0.0,
-        },
+        "sketches": [
+            {
+                "estimator": estimator,
+                "sketch_dim": k,
+                "saves": (best - seconds_with(estimator, k)) / best if shapes.captured else 0.0,
+            }
+            for estimator, k in offered
+        ],
     }
 
 
