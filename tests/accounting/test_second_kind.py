@@ -1,8 +1,8 @@
-"""The hutch++ envelope where the product over eigenvalues decides (docs/hutchpp_envelope/moments.md),
-theta up to 1000 k, x down to 1e-5, probabilities down to 1e-19. Nothing of this can be drawn
-plainly. So one strong direction beside dust is integrated, several of them and spectra of finite
-rank are drawn with weights (small columns are drawn more often), and the rare case is forced upon
-the real estimator.
+"""The hutch++ envelope where the product over eigenvalues decides
+(docs/hutchpp_envelope/moments.md): theta up to 1000 k, x down to 1e-5, probabilities down to 1e-19.
+Nothing of this can be drawn plainly. So one strong direction beside dust is integrated, several of
+them and spectra of finite rank are drawn with weights (small columns are drawn more often), and the
+rare case is forced upon the real estimator.
 
 What is drawn has fixed seeds, and spectra that searches for a violation ended with. Seen in fresh
 draws: no share above one anywhere.
@@ -99,7 +99,7 @@ def test_zeros_among_float32_numbers_are_below_the_claim(k):
 
 
 def test_zeros_of_the_generator_are_as_rare_as_that():
-    """|number| <= y has at most the normal probability and 2^-23. 1.7e7 draws; 5 standard errors."""
+    """|number| <= y has at most the normal probability and 2^-23. 1.7e7 draws, 5 deviations."""
     source = RandomKey.from_seed(1).generator("projection", 0, "zeros")
     y, n, blocks = np.array([0.0, 1e-6, 1e-5, 1e-4]), 1 << 22, 4
     found = np.zeros(y.size)
@@ -309,7 +309,7 @@ def test_the_floor_is_above_what_bounds_on_rounding_fail_with():
     """Six bounds of 1e-24 each, 200 layers of 32 blocks; and no claim is below the floor where
     chi2(k)/k is not.
     """
-    assert 6 * 1e-24 * 200 * 32 <= FLOOR
+    assert FLOOR >= 6 * 1e-24 * 200 * 32
     x = np.geomspace(1e-6, 0.5, 40)
     plain = special.gammainc(8, 8 * x)
     assert np.all(distribution_bound(16, x) >= np.minimum(plain, FLOOR))
