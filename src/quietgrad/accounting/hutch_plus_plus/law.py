@@ -35,6 +35,7 @@ CENTRES, GAPS = 90, 26
 # Probability, and value of E (c - R)_+, that is left to what real arithmetic adds: zeros among
 # float32 numbers, bounds on rounding that fail (docs/notes/hutchpp_envelope.md).
 FLOOR = 1e-19
+SMALLEST_WEIGHT = 1e-300  # A of lemma 5 (ii), while it has all its digits
 PLACE, PRICE = 1.5, 3.15  # of a tangent at r0: docs/hutchpp_envelope/convexity.md, theorem 3
 
 
@@ -124,8 +125,9 @@ def _by_exponent(known: Exponents, start: float) -> tuple[Array, Array]:
         rounding = ROUNDING * (
             grown + terms + np.abs(beta) * (np.abs(u1) + np.abs(u2)) + np.abs(u1)
         )
+    # Where theta exp(-x1) is above all numbers, a is zero, and all terms vanish but c: no bound.
+    found = np.isfinite(value) & np.isfinite(w) & np.isfinite(rounding) & (a > SMALLEST_WEIGHT)
     # What c is off by, G may be: its slope is at most 1.
-    found = np.isfinite(value) & np.isfinite(w) & np.isfinite(rounding)
     return 1.0 + w[found], np.maximum(value[found], 0.0) + rounding[found] + FLOOR
 
 
