@@ -140,6 +140,6 @@ def _watch_optimizers() -> None:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if hasattr(parameter.grad, WRITTEN):
-                    delattr(parameter.grad, WRITTEN)
+                    setattr(parameter.grad, WRITTEN, None)  # released, and of no version
 
     register_optimizer_step_post_hook(used)
