@@ -34,13 +34,18 @@ class Stepping:
     Seen is what backward passes add to ``.grad`` of the parameters that the run trains, and what
     an optimizer of theirs holds besides. Not seen: steps that are no ``torch.optim`` optimizer's,
     and passes over sharded parameters.
+
+    Args:
+        remedy: for gradients of backward passes that are not the run's.
+        always: whether all of the script is looked at as a loop's body is.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, remedy: str = REMEDY, always: bool = False) -> None:
+        self._remedy, self._always = remedy, always
         self._trained: Any = WeakIdKeyDictionary()  # parameter -> handle of the hook on it
         self._raw: Any = WeakIdKeyDictionary()  # those that a backward pass of the loop's met
         self._stepped: Any = WeakIdKeyDictionary()  # stepped on before the run knew its model
-        self._in_loop, self._clips, self._is_over = False, False, False
+        self._in_loop, self._clips, self._is_over = always, False, False
         _watch_optimizers()
         _STEPPINGS.add(self)
 
@@ -76,8 +81,8 @@ class Stepping:
                 self._stepped.clear()
                 raise RuntimeError(
                     "in the loop over the run's batches an optimizer stepped on gradients that "
-                    f"were not released, before run.backward was called: {REMEDY}; begin again "
-                    "with weights of before this step"
+                    f"were not released, before run.backward was called: {self._remedy}; begin "
+                    "again with weights of before this step"
                 )
             if p not in self._trained:
                 self._trained[p] = None if is_spread(p) else _hooked(p, weakref.ref(self))
@@ -105,7 +110,7 @@ class Stepping:
     def trains(self, parameters: Iterable[Tensor]) -> bool:
         """Whether the run trains one of them; what is stepped on before that is known is kept."""
         if not len(self._trained):
-            for p in parameters:
+            for p in parameters if not self._always else ():
                 if p.grad is not None and not hasattr(p.grad, WRITTEN):
                     self._stepped[p] = True
             return False
@@ -123,16 +128,15 @@ class Stepping:
             elif p in self._raw:
                 raise RuntimeError(
                     "the optimizer would step on gradients that were not released: a backward "
-                    "pass within the loop over the run's batches has added to .grad of what the "
-                    f"run trains, and {REMEDY}"
+                    "pass of the script's own has added to .grad of what is trained privately, "
+                    f"and {self._remedy}"
                 )
             elif self._in_loop and p.requires_grad and not _is_trained(p):
                 raise RuntimeError(
                     "the optimizer holds a parameter with a gradient that was not released, "
                     "beside those that the run trains: its gradient would be without clipping "
-                    "and noise. Make it a part of the model that is given to run.backward; what "
-                    "learns from public numbers alone: an optimizer of its own; or take "
-                    "loss.backward() out"
+                    "and noise. Make it a part of the private model; what learns from public "
+                    "numbers alone: an optimizer of its own; or take loss.backward() out"
                 )
 
 

@@ -24,6 +24,7 @@ from quietgrad.integrations.opacus.grad_sample import GradSampleModule
 from quietgrad.integrations.opacus.optimizers.not_offered import missing
 from quietgrad.integrations.opacus.settings import Releases
 from quietgrad.integrations.opacus.source import BatchSource
+from quietgrad.noise.noisy_sum import as_released
 from quietgrad.plan.process import BoundToProcess
 from quietgrad.randomness import RandomKey
 from quietgrad.tensors import accumulation_dtype, trainable_parameters
@@ -182,7 +183,7 @@ class DPOptimizer(Optimizer):
                 "returned, with the model in training mode when the loop begins"
             )
         self._require_no_other_gradients()
-        with self._wrapped.bare():
+        with self._wrapped.bare(), self._wrapped.clipping():
             return self._pre_step(source)
 
     def _pre_step(self, source: BatchSource) -> bool:
@@ -253,7 +254,7 @@ class DPOptimizer(Optimizer):
         parameters = dict(self._wrapped._module.named_parameters())
         for name, mean in noisy.mean().items():
             parameter = parameters[name]
-            parameter.grad = (mean * scale).to(parameter.dtype)
+            parameter.grad = as_released((mean * scale).to(parameter.dtype))
             self._written[name] = parameter.grad
 
     def _require_no_other_gradients(self) -> None:
