@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
@@ -84,7 +85,7 @@ class Stepping:
                     f"were not released, before run.backward was called: {self._remedy}; begin "
                     "again with weights of before this step"
                 )
-            if p not in self._trained:
+            if p not in self._trained and not is_lazy(p):  # without weights it is refused later
                 self._trained[p] = None if is_spread(p) else _hooked(p, weakref.ref(self))
 
     def over(self) -> None:
