@@ -172,7 +172,7 @@ def refuse_calling_loop(model: nn.Module) -> None:
         ValueError: naming what was met, and the remedy.
     """
     own = {id(p) for p in model.parameters()}
-    for thing in _named_by_callers(sys._getframe(1)):
+    for thing in named_by_callers(sys._getframe(1)):
         kind = type(thing)  # isinstance asks a proxy for what it stands for, which may be gone
         if issubclass(kind, torch.optim.LBFGS) and any(
             id(p) in own for group in thing.param_groups for p in group["params"]
@@ -192,7 +192,7 @@ def refuse_calling_loop(model: nn.Module) -> None:
             )
 
 
-def _named_by_callers(frame: FrameType | None) -> Iterator[Any]:
+def named_by_callers(frame: FrameType | None) -> Iterator[Any]:
     """Values of the names in the code of functions that are running, but for the library's own."""
     while frame is not None:
         if not str(frame.f_globals.get("__name__", "")).startswith("quietgrad."):
