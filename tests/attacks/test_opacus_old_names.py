@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from quietgrad.checks import SettingsWarning
 from quietgrad.integrations.opacus import PrivacyEngine
+from quietgrad.integrations.opacus.utils.batch_memory_manager import BatchMemoryManager
 from quietgrad.plan.session import stepping
 
 X = torch.randn(60, 5, generator=torch.Generator().manual_seed(0))
@@ -170,3 +171,31 @@ def test_settings_that_a_schedule_spoils_are_named(name: str, value: Any) -> Non
             setattr(script.dp_optimizer, name, value)
             stepped(script.dp_model, script.dp_optimizer, x, y)
     assert script.engine.get_epsilon(1e-3) == 0.0
+
+
+@pytest.mark.parametrize("name", ["noise_multiplier", "max_grad_norm"])
+def test_schedules_that_count_parts_of_batches_are_refused(name: str) -> None:
+    """How many parts there are follows from the batch's size, and so would the noise."""
+    script, factor = Script(), 1.0
+    with (
+        pytest.raises(RuntimeError, match=f"{name} was changed within a batch.*once a batch"),
+        BatchMemoryManager(
+            data_loader=script.dp_loader, max_physical_batch_size=4, optimizer=script.dp_optimizer
+        ) as parts,
+    ):
+        for x, y in parts:
+            stepped(script.dp_model, script.dp_optimizer, x, y)
+            setattr(script.dp_optimizer, name, getattr(script.dp_optimizer, name) * factor)
+            factor = 1.01
+
+
+def test_schedules_that_count_batches_go_on_in_parts() -> None:
+    script = Script()
+    with BatchMemoryManager(
+        data_loader=script.dp_loader, max_physical_batch_size=4, optimizer=script.dp_optimizer
+    ) as parts:
+        for x, y in parts:
+            stepped(script.dp_model, script.dp_optimizer, x, y)
+            if not script.dp_optimizer._is_last_step_skipped:
+                script.dp_optimizer.noise_multiplier *= 1.1
+    assert len(script.engine.accountant.history) == 3
