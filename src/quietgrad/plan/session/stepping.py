@@ -124,8 +124,10 @@ class Stepping:
             RuntimeError: for a gradient that was not released.
         """
         for p in parameters:
-            if p.grad is None or hasattr(p.grad, WRITTEN):
-                self._raw.pop(p, None)
+            grad = p.grad
+            if grad is None or hasattr(grad, WRITTEN):
+                if len(self._raw):  # a look by identity costs more than the rest
+                    self._raw.pop(p, None)
             elif p in self._raw:
                 raise RuntimeError(
                     "the optimizer would step on gradients that were not released: a backward "
