@@ -110,6 +110,12 @@ class NoisySum:
                 _write(parameters[name], g)
 
 
+def as_released(gradient: Tensor) -> Tensor:
+    """The same, known as released, and as none that a later release is added to."""
+    setattr(gradient, WRITTEN, None)
+    return gradient
+
+
 def _write(parameter: nn.Parameter, mean: Tensor) -> None:
     """Beside a gradient lies which versions of it and of the weights were there when it was
     written: the same ones still, and no optimiser came by, so it was not stepped on.
@@ -140,6 +146,6 @@ def _watch_optimizers() -> None:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if hasattr(parameter.grad, WRITTEN):
-                    delattr(parameter.grad, WRITTEN)
+                    as_released(parameter.grad)
 
     register_optimizer_step_post_hook(used)

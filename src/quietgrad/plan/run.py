@@ -183,7 +183,7 @@ class PrivateRun(LooksTogether, TellsBeside, TellsProgress):
         batch: Batch,
         company: Company | CutCompany | None,
     ) -> ClippedSum:
-        self.starts.met(model)
+        self._meets(model)
         bound = self.bindings.of(model, per_example_loss)
         size = self.plan.batch_size_at(self.plan.at(min(self._released, self.plan.steps - 1)))
         summing = summing_of(self.max_grad_norm, size, self._team.size > 1)
@@ -204,7 +204,7 @@ class PrivateRun(LooksTogether, TellsBeside, TellsProgress):
         Raises:
             ValueError: naming what cannot be clipped per example, with the remedy.
         """
-        with self._team.stopping_all():
+        with self._team.stopping_all(), self._stepping.clipping():
             public_batch = public_records_of(self._team, model, public_batch, per_example_loss)
             bound = self.bindings.of(model_inside(model), per_example_loss)
             check_public(self._team, bound, model, public_batch)
@@ -339,7 +339,7 @@ class PrivateRun(LooksTogether, TellsBeside, TellsProgress):
         self._closed, self._loader = True, None  # workers that stay would hold on to files' locks
         if self._writer is not None:
             self._writer.close()
-        self.starts.over()
+        self._over()
 
     def __enter__(self) -> PrivateRun:
         return self

@@ -105,6 +105,17 @@ def refuse_numbers_without_noise(model: nn.Module) -> None:
             )
 
 
+GRADIENT_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+OWN = "quietgrad."  # modules whose hooks read no gradient: a run's loop has one (plan.session)
+
+
+def hooks_on(parameter: torch.Tensor) -> list[Any]:
+    """Hooks on a parameter's gradient, but for the library's own."""
+    hooked = (getattr(parameter, name, None) for name in GRADIENT_HOOKS)
+    hooks = [hook for hooks in hooked if hooks for hook in hooks.values()]
+    return [hook for hook in hooks if not str(getattr(hook, "__module__", "")).startswith(OWN)]
+
+
 def refuse_hooked_parameters(model: nn.Module) -> None:
     """Raises where a trained parameter has hooks on its gradient. Loggers hang there
     (``wandb.watch``), and so do optimisers that step within the backward pass: both would meet
@@ -114,8 +125,7 @@ def refuse_hooked_parameters(model: nn.Module) -> None:
         ValueError: naming the parameter, with the remedy.
     """
     for name, parameter in named_parameters_of(model):
-        hooks = parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None)
-        if hooks and parameter.requires_grad:
+        if parameter.requires_grad and hooks_on(parameter):
             raise ValueError(
                 f"parameter {name!r} has a hook on its gradient, which would see gradients before "
                 "their noise, and not what is released; remove it (a logger's "
@@ -162,7 +172,7 @@ def refuse_calling_loop(model: nn.Module) -> None:
         ValueError: naming what was met, and the remedy.
     """
     own = {id(p) for p in model.parameters()}
-    for thing in _named_by_callers(sys._getframe(1)):
+    for thing in named_by_callers(sys._getframe(1)):
         kind = type(thing)  # isinstance asks a proxy for what it stands for, which may be gone
         if issubclass(kind, torch.optim.LBFGS) and any(
             id(p) in own for group in thing.param_groups for p in group["params"]
@@ -182,7 +192,7 @@ def refuse_calling_loop(model: nn.Module) -> None:
             )
 
 
-def _named_by_callers(frame: FrameType | None) -> Iterator[Any]:
+def named_by_callers(frame: FrameType | None) -> Iterator[Any]:
     """Values of the names in the code of functions that are running, but for the library's own."""
     while frame is not None:
         if not str(frame.f_globals.get("__name__", "")).startswith("quietgrad."):

@@ -117,9 +117,7 @@ class DPDataLoader(DataLoader[Any]):
         if not self._looked_at:
             require_records_apart(self.dataset)
             self._looked_at = True
-        source.abandon()
-        source.passes += 1
-        this_pass = source.passes
+        this_pass = source.begin_pass()
         training = source.training
         first = source.number if training else 0
         self._batches.steps = range(first, first + source.sampler.steps_per_epoch)

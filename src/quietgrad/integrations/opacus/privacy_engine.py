@@ -25,6 +25,7 @@ from quietgrad.integrations.opacus.settings import (
     require_known,
     require_mode,
     require_optimizer,
+    steps_of,
 )
 from quietgrad.integrations.opacus.source import BatchSource
 from quietgrad.integrations.opacus.validators.module_validator import ModuleValidator
@@ -50,7 +51,7 @@ class PrivacyEngine(BoundToProcess):
     def __init__(self, *, accountant: str = "prv", secure_mode: bool = False) -> None:
         super().__init__()
         self._accountant = create_accountant(accountant)
-        self.secure_mode = secure_mode
+        self.secure_mode, self._calibrated = secure_mode, False
 
     @property
     def accountant(self) -> QuietgradAccountant:
@@ -178,20 +179,20 @@ class PrivacyEngine(BoundToProcess):
         Raises:
             ValueError: as ``make_private``, and for a budget that no noise meets.
         """
-        if len(self.accountant):
+        if len(self.accountant) or self._calibrated:
             warnings.warn(
-                "this PrivacyEngine has released something already, and the noise is calibrated "
-                "for what comes now alone; the whole epsilon will be larger",
+                "this PrivacyEngine has released something already, or was calibrated for another "
+                "model, and the noise is calibrated for what comes now alone; the whole epsilon "
+                "will be larger",
                 SettingsWarning,
                 stacklevel=2,
             )
+        self._calibrated = True
         _require_loader(data_loader)
         require_delta_for("target_delta", target_delta, len(data_loader.dataset))  # type: ignore[arg-type]
         kwargs.pop("epsilon_tolerance", None)  # of Opacus' search
-        steps = epochs * len(data_loader)
-        sigma = self.accountant.noise_for(
-            target_epsilon, target_delta, 1 / len(data_loader), max(1, steps)
-        )
+        steps = steps_of(epochs, len(data_loader))
+        sigma = self.accountant.noise_for(target_epsilon, target_delta, 1 / len(data_loader), steps)
         return self.make_private(
             module=module,
             optimizer=optimizer,

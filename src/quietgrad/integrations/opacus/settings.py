@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import nn, optim
 
+from quietgrad.checks import require_at_least, require_int
 from quietgrad.clipping.settings import Clipping, Performance
 from quietgrad.noise.methods import IndependentNoise
 from quietgrad.plan.config import PrivacyConfig
@@ -54,7 +55,11 @@ class Releases:
         Raises:
             ValueError: naming the setting and the remedy.
         """
-        key = (float(noise_multiplier), float(max_grad_norm), alone)
+        key = (
+            _number("noise_multiplier", noise_multiplier),
+            _number("max_grad_norm", max_grad_norm),
+            alone,
+        )
         if key not in self._plans:
             config = PrivacyConfig(
                 noise_multiplier=key[0],
@@ -67,6 +72,25 @@ class Releases:
             )
             self._plans[key] = config.build(self.dataset_size)
         return self._plans[key]
+
+
+def _number(name: str, value: Any) -> float:
+    """Also of a tensor or a word, as schedules of a script's own set them."""
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise ValueError(f"{name}={value!r} is no number; set one above 0") from None
+
+
+def steps_of(epochs: int, per_epoch: int) -> int:
+    """Releases of so many passes over a loader.
+
+    Raises:
+        TypeError, ValueError: for what is no number of passes.
+    """
+    require_int("epochs", epochs)
+    require_at_least("epochs", epochs, 1, "it counts passes over the data loader")
+    return epochs * per_epoch
 
 
 def clipping_of(

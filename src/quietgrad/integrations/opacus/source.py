@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from quietgrad.generators import KeyedByStep
 from quietgrad.integrations.opacus.accountants import OpenedBatch, QuietgradAccountant
+from quietgrad.integrations.opacus.following.steering import PassReadings
 from quietgrad.integrations.opacus.following.tracing import Tape
 from quietgrad.plan.process import BoundToProcess
 from quietgrad.randomness import RandomKey
@@ -49,6 +50,7 @@ class BatchSource(BoundToProcess):
         self._key = RandomKey.from_entropy()
         self._number = 0
         self.passes = 0
+        self._readings = PassReadings()
         self._reads, self._draws = KeyedByStep(), KeyedByStep()
         self._drawing = contextlib.ExitStack()
 
@@ -75,6 +77,13 @@ class BatchSource(BoundToProcess):
         """While records of a batch are read: generators from the source's secret."""
         return self._reads.of(number, lambda: self.seed("reading", number))
 
+    def begin_pass(self) -> int:
+        """Another pass over the batches takes the place of the one before; its number."""
+        self.abandon()
+        self.passes += 1
+        self._readings.next_pass(self.sampler.steps_per_epoch, self.sampler.dataset_size)
+        return self.passes
+
     def give_back(self) -> None:
         """The script's generators, as they were when the micro-batch was opened."""
         self._drawing.close()
@@ -87,6 +96,8 @@ class BatchSource(BoundToProcess):
         """
         self._settle()
         if is_first:
+            wrapped = [one.original_optimizer for one in self.optimizers]
+            self._readings.require([*self.optimizers, *wrapped])
             self.opened = self.accountant.open(self.sampler.sample_rate)
             self._number = number
         self.is_last = is_last
@@ -123,6 +134,7 @@ class BatchSource(BoundToProcess):
         self.give_back()
         for optimizer in self.optimizers:
             optimizer.remember(tape.read)
+        self._readings.note(tape.numbers, tape.records)
         tape.close()
 
     def _settle(self) -> None:

@@ -7,12 +7,16 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
+from torch import nn
+
 from quietgrad.distributed.team import Team
 from quietgrad.generators import KeyedByStep
 from quietgrad.loading.unsaid import say_no_sizes
 from quietgrad.plan.planned import Planned
 from quietgrad.plan.process import BoundToProcess
 from quietgrad.plan.session.noise_session import NoiseSession
+from quietgrad.plan.session.stepping import Stepping
+from quietgrad.plan.session.trained import Starts
 
 
 class DrawsForModels(BoundToProcess):
@@ -22,10 +26,12 @@ class DrawsForModels(BoundToProcess):
     _session: NoiseSession
     _team: Team
     _released: int
+    starts: Starts
 
     def __init__(self) -> None:
         super().__init__()
         self._model_draws, self._loop_draws = KeyedByStep(), KeyedByStep()
+        self._stepping = Stepping()
 
     def model_seed(self) -> int:
         """What ``clip`` seeds torch's, numpy's and Python's generators with for the next release,
@@ -48,7 +54,8 @@ class DrawsForModels(BoundToProcess):
     def _drawing(self) -> Iterator[None]:
         """For passes over records of the open batch: parts of it go on in one stream."""
         say_no_sizes()
-        with self._model_draws.of(self._released, self.model_seed):
+        keyed = self._model_draws.of(self._released, self.model_seed)
+        with keyed, self._stepping.clipping():
             yield
 
     @contextlib.contextmanager
@@ -59,7 +66,8 @@ class DrawsForModels(BoundToProcess):
         say_no_sizes()
         seed = lambda: self._seed("loop")  # noqa: E731
         try:
-            with self._loop_draws.of(self._released, seed, with_the_scripts=True):
+            keyed = self._loop_draws.of(self._released, seed, with_the_scripts=True)
+            with keyed, self._stepping.in_loop():
                 yield
         except GeneratorExit:
             if self._released < end:
@@ -67,3 +75,13 @@ class DrawsForModels(BoundToProcess):
             raise
         if self._released == end < self._plan.steps:
             self._team.loops("leaves", self._released)
+
+    def _meets(self, model: nn.Module) -> None:
+        """Records are clipped for a model: whose its weights are, and who may step on them."""
+        if self.starts.met(model):
+            self._stepping.met(p for p in model.parameters() if p.requires_grad)
+
+    def _over(self) -> None:
+        """Nothing more is released."""
+        self.starts.over()
+        self._stepping.over()

@@ -238,11 +238,15 @@ class Starts:
         if self._writer is not None and starts_of(record):
             self._writer.started_from(record)
 
-    def met(self, model: nn.Module) -> None:
-        """Records are clipped for a model. Says once if another private run trained it."""
+    def met(self, model: nn.Module) -> bool:
+        """Records are clipped for a model. Says once if another private run trained it.
+
+        Returns:
+            Whether the run trains parameters that it did not train before.
+        """
         trains = [p for p in model.parameters() if p.requires_grad]
         if not self.trains or any(_are_these(some, trains) for some in self._met):
-            return
+            return False
         self._met = [some for some in self._met if len(_alive(some)) == len(some)]
         self._met.append([TensorWeakRef(p) for p in trains])
         self._largest = [TensorWeakRef(p) for p in (*_alive(self._largest), *largest_of(model))]
@@ -262,8 +266,9 @@ class Starts:
                 "this run's alone: for records that both use the epsilons and deltas add; "
                 f"{NEW_MODEL}, or go on with the first run by its ledger",
                 SettingsWarning,
-                stacklevel=5,
+                stacklevel=6,
             )
+        return True
 
     def _is_told(self, one: Any) -> bool:
         """Whether the record of a file is of a run that is known here, too."""

@@ -43,6 +43,7 @@ class Tape:
         batch_first: whether records come first in tensors of two dimensions and more.
         nodes: what was called, in order; empty once the micro-batch is over.
         read: fractions that the loop read off its tensors as numbers.
+        numbers: the same, in order.
         read_at: how many nodes there were when values were first read off; None: they never were.
         copied_at: the same, of values of many elements (numpy, tolist, pickles).
     """
@@ -52,6 +53,7 @@ class Tape:
         self.batch_first = batch_first
         self.nodes: list[Node] = []
         self.read: set[float] = set()
+        self.numbers: list[float] = []
         self.read_at: int | None = None
         self.copied_at: int | None = None
         self.is_open = True
@@ -61,7 +63,7 @@ class Tape:
     def close(self) -> None:
         """Lets go of everything. Tensors that the loop keeps are known as an earlier batch's."""
         self.is_open = False
-        self.nodes = []
+        self.nodes, self.numbers = [], []
 
     def rows_dim(self, t: Tensor, only_its_own: bool = False) -> int | None:
         """The dimension of a tensor that is as long as there are records: the one that records
@@ -111,7 +113,8 @@ class Tape:
         if not found and not in_place:
             if getattr(what, "__name__", "") in READS:
                 self.was_read(in_bulk=not isinstance(result, int | float | complex | str))
-            self.read.update(x for x in leaves(result, float) if x != int_of(x))
+            self.numbers += [x for x in leaves(result, float) if x != int_of(x)]
+            self.read.update(self.numbers)
             return result
         if what in OF_SHAPES and len(leaves((args, kwargs), Traced)) == 1:
             return result  # values of its own, as many as there are records

@@ -19,6 +19,14 @@ from quietgrad.integrations.opacus.following.nodes import CALL, LOOK, Ref, leave
 from quietgrad.integrations.opacus.following.tracing import CLOSED, Tape, Traced, plain_of
 from quietgrad.integrations.opacus.grad_sample.no_grad_sample import put_on, take_off
 from quietgrad.integrations.opacus.source import BatchSource
+from quietgrad.plan.session.stepping import Stepping
+
+REMEDY = (
+    "it would publish them without clipping, noise and epsilon: use the model, the optimizer and "
+    "the loader that make_private returned, all three (model, optimizer, data_loader = "
+    "privacy_engine.make_private(...)), in place of those that it was given; train on public "
+    "records before make_private, or after cleanup() of the model that it returned"
+)
 
 
 class _Link:
@@ -26,6 +34,8 @@ class _Link:
 
     def __init__(self, source: BatchSource | None) -> None:
         self.source = source
+        # What optimizers may step on: also those of before make_private, by their old names.
+        self.stepping = None if source is None else Stepping(REMEDY, always=True)
         self.pending: list[tuple[Tape, Ref, Tensor]] = []
         # The model's plain state before any record, until the guard has looked.
         self.before: Snapshot | None = None
@@ -63,6 +73,7 @@ class GradSampleModule(nn.Module):
         self._module = m
         self._link = _Link(source)
         put_on(m)
+        self.meets()
         self._warned = False
         self.batch_first = batch_first
         self.loss_reduction = loss_reduction
@@ -79,6 +90,19 @@ class GradSampleModule(nn.Module):
             return self._called(tape, args, kwargs)
         with tape.draws.not_counted():
             return self._called(tape, args, kwargs)
+
+    def meets(self) -> None:
+        """What is trained now is stepped on by releases alone."""
+        if self._link.stepping is not None:
+            self._link.stepping.met(p for p in self._module.parameters() if p.requires_grad)
+
+    @contextlib.contextmanager
+    def clipping(self) -> Iterator[None]:
+        """Around backward passes that are the engine's own."""
+        self.meets()  # what was frozen before, too
+        keeps = self._link.stepping
+        with contextlib.nullcontext() if keeps is None else keeps.clipping():
+            yield
 
     @contextlib.contextmanager
     def bare(self) -> Iterator[None]:
@@ -219,6 +243,8 @@ class GradSampleModule(nn.Module):
 
     def cleanup(self) -> None:
         """Ends private training of the model."""
+        if self._link.stepping is not None:
+            self._link.stepping.over()
         self._link = _Link(None)
         take_off(self._module)
 

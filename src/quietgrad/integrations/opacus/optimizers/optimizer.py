@@ -22,8 +22,13 @@ from quietgrad.integrations.opacus.following.faithful import faithful_program
 from quietgrad.integrations.opacus.following.replay import Program
 from quietgrad.integrations.opacus.grad_sample import GradSampleModule
 from quietgrad.integrations.opacus.optimizers.not_offered import missing
+from quietgrad.integrations.opacus.optimizers.steady import (
+    SettingsOfABatch,
+    steps_follow_the_data,
+)
 from quietgrad.integrations.opacus.settings import Releases
 from quietgrad.integrations.opacus.source import BatchSource
+from quietgrad.noise.noisy_sum import as_released
 from quietgrad.plan.process import BoundToProcess
 from quietgrad.randomness import RandomKey
 from quietgrad.tensors import accumulation_dtype, trainable_parameters
@@ -43,6 +48,7 @@ class _Mechanism(BoundToProcess):
         self.sums: list[ClippedSum] = []  # of the open batch, one for each step of a loop's body
         self.bound: dict[Any, BoundClipper] = {}
         self.constants = Constants()
+        self.settings = SettingsOfABatch()
 
     def bound_for(self, module: GradSampleModule, program: Program, plan: Any) -> BoundClipper:
         """Of a loop's body: guarded once, not at every step."""
@@ -121,6 +127,7 @@ class DPOptimizer(Optimizer):
         """The loader opened a micro-batch."""
         self.stepped, self._steps_here = False, 0
         self._wrapped.pending.clear()
+        self._mechanism.settings.require(self.noise_multiplier, self.max_grad_norm, is_first)
         if is_first:
             self._mechanism.sums.clear()
 
@@ -135,7 +142,7 @@ class DPOptimizer(Optimizer):
         if not empty and has_read:
             self._usual = self._steps_here if self._usual is None else self._usual
             if self._steps_here != self._usual:
-                raise _steps_follow_the_data()
+                raise steps_follow_the_data()
 
     def remember(self, read: set[float]) -> None:
         """Numbers that the loop read off a batch that is over. Private."""
@@ -182,7 +189,7 @@ class DPOptimizer(Optimizer):
                 "returned, with the model in training mode when the loop begins"
             )
         self._require_no_other_gradients()
-        with self._wrapped.bare():
+        with self._wrapped.bare(), self._wrapped.clipping():
             return self._pre_step(source)
 
     def _pre_step(self, source: BatchSource) -> bool:
@@ -190,7 +197,7 @@ class DPOptimizer(Optimizer):
         slot = self._steps_here
         assert source.tape is not None
         if source.tape.records and source.tape.read_at is not None and slot == self._usual:
-            raise _steps_follow_the_data()
+            raise steps_follow_the_data()
         clipped = self._clip(source.tape)
         if slot < len(mechanism.sums):
             mechanism.sums[slot] = mechanism.sums[slot] + clipped
@@ -253,7 +260,7 @@ class DPOptimizer(Optimizer):
         parameters = dict(self._wrapped._module.named_parameters())
         for name, mean in noisy.mean().items():
             parameter = parameters[name]
-            parameter.grad = (mean * scale).to(parameter.dtype)
+            parameter.grad = as_released((mean * scale).to(parameter.dtype))
             self._written[name] = parameter.grad
 
     def _require_no_other_gradients(self) -> None:
@@ -340,10 +347,3 @@ class DPOptimizer(Optimizer):
 
     def __repr__(self) -> str:
         return f"DPOptimizer({self.original_optimizer!r})"
-
-
-def _steps_follow_the_data() -> RuntimeError:
-    return RuntimeError(
-        "the number of steps on a batch changed after values of the batch had been read (item(), "
-        "if), so it may tell what they were: make the same number of steps on every batch"
-    )
