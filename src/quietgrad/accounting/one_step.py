@@ -165,9 +165,17 @@ def _interval_masses(x: Array) -> Array:
     """Standard normal masses of (-inf, x_0], (x_0, x_1], ..., (x_n, inf), accurate in both tails. x
     is increasing.
     """
-    below, above = special.ndtr(x), special.ndtr(-x)
-    inner = np.where(x[:-1] > 0, above[:-1] - above[1:], below[1:] - below[:-1])
-    return np.concatenate([below[:1], np.maximum(inner, 0.0), above[-1:]])
+    tail = special.ndtr(-np.abs(x))
+    inner = np.abs(np.diff(tail))
+    positive = int(np.searchsorted(x, 0.0, side="right"))
+    if 0 < positive < x.size:  # the interval that holds zero
+        inner[positive - 1] = 1.0 - tail[positive - 1] - tail[positive]
+    ends = tail[[0, -1]]
+    if positive == 0:
+        ends[0] = 1.0 - ends[0]
+    if positive == x.size:
+        ends[1] = 1.0 - ends[1]
+    return np.concatenate([ends[:1], np.maximum(inner, 0.0), ends[1:]])
 
 
 def _connect_dots(
