@@ -169,12 +169,12 @@ def _interval_masses(x: Array) -> Array:
     inner = np.abs(np.diff(tail))
     positive = int(np.searchsorted(x, 0.0, side="right"))
     if 0 < positive < x.size:  # the interval that holds zero
-        inner[positive - 1] = 1.0 - tail[positive - 1] - tail[positive]
+        inner[positive - 1] = special.ndtr(x[positive]) - tail[positive - 1]
     ends = tail[[0, -1]]
     if positive == 0:
-        ends[0] = 1.0 - ends[0]
+        ends[0] = special.ndtr(x[0])
     if positive == x.size:
-        ends[1] = 1.0 - ends[1]
+        ends[1] = special.ndtr(-x[-1])
     return np.concatenate([ends[:1], np.maximum(inner, 0.0), ends[1:]])
 
 
