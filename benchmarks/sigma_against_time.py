@@ -6,7 +6,7 @@ the time of a step that it clips.
 Noise multipliers are those of sketch_sigma.py (its results are read, so run it before). Times are
 taken as in clipping_peers.py, whose models these are: one process for each method, one step each in
 turn, ratios to the step without privacy of the same round, median and range over rounds. Writes
-benchmarks/results/sigma_against_time.json and docs/sigma_against_time.png. Some ten minutes a regime.
+benchmarks/results/sigma_against_time.json and docs/sigma_against_time.png. Ten minutes a regime.
 """
 
 from __future__ import annotations
