@@ -114,8 +114,8 @@ def leave_cases_of_grids(items: list[pytest.Item]) -> None:
 
 
 def mark_long(items: list[pytest.Item]) -> None:
-    """What took ``LONG`` seconds when the suite was timed (``scripts/test_times.py``), but for what
-    catches a broken mechanism of the list.
+    """What took ``LONG`` seconds when the suite was timed (``scripts/times_of_tests.py``), but for
+    what catches a broken mechanism of the list.
     """
     here = Path(__file__).parent
     times = json.loads((here / "times.json").read_text(encoding="utf-8"))

@@ -19,8 +19,8 @@ REPORT = """<testsuites><testsuite>
 def test_a_report_becomes_the_list_of_long_tests(tmp_path: Path) -> None:
     (tmp_path / "scripts").mkdir()
     (tmp_path / "tests").mkdir()
-    script, report = tmp_path / "scripts" / "test_times.py", tmp_path / "times.xml"
-    script.write_bytes((ROOT / "scripts" / "test_times.py").read_bytes())
+    script, report = tmp_path / "scripts" / "times_of_tests.py", tmp_path / "times.xml"
+    script.write_bytes((ROOT / "scripts" / "times_of_tests.py").read_bytes())
     report.write_text(REPORT)
     done = subprocess.run(
         [sys.executable, str(script), str(report)], capture_output=True, text=True, check=True
@@ -52,3 +52,19 @@ def test_long_tests_are_marked_but_for_those_that_catch_a_broken_mechanism(
     ).stdout  # fmt: skip
     assert "::test_" in found
     assert "test_too_little_noise_is_refuted" not in found
+
+
+def test_a_slow_machine_runs_the_quick_tests(tmp_path: Path) -> None:
+    sys.path.insert(0, str(ROOT / "scripts"))
+    try:
+        import tests_for_this_machine as machine
+    finally:
+        sys.path.remove(str(ROOT / "scripts"))
+    times = json.loads((ROOT / "tests" / "times.json").read_text(encoding="utf-8"))
+    names = machine.sample_of(times)
+    assert len(names) >= machine.TRIED
+    assert len({name.split("/")[1] for name in names}) > 5  # rooms
+    # The first of a file made what the others use, which are run alone here.
+    here = {name: 3.0 * times[name] for name in names} | {names[0]: 60.0, names[1]: 50.0}
+    assert abs(machine.slower_by(times, here) - 3.0) < 1e-9
+    assert machine.minutes_of_all(times, 3.0) > 60 > machine.minutes_of_all(times, 1.0)

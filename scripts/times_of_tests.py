@@ -1,7 +1,7 @@
 """Writes down which tests take long, for ``make test`` to leave to ``make test-all``.
 
     OMP_NUM_THREADS=1 .venv/bin/python -m pytest -q -n 2 --dist loadfile -o junit_family=xunit1 --junitxml=times.xml
-    python scripts/test_times.py times.xml
+    python scripts/times_of_tests.py times.xml
 
 ``tests/times.json`` then holds the seconds of every test that took ``LEAST`` or more, with its fixtures.
 ``tests/conftest.py`` marks those of at least ``LONG`` seconds. Only what is long beside others
@@ -19,8 +19,8 @@ TIMES = Path(__file__).parents[1] / "tests" / "times.json"
 LEAST = 0.25  # seconds
 
 
-def times_of(report: Path) -> dict[str, float]:
-    """Seconds of the tests in a report of pytest, by their names."""
+def times_of(report: Path, least: float = LEAST) -> dict[str, float]:
+    """Seconds of the tests in a report of pytest, by their names, of those that took ``least``."""
     found: dict[str, float] = {}
     for case in ElementTree.parse(report).iter("testcase"):
         seconds, file = float(case.get("time", 0.0)), case.get("file")
@@ -28,7 +28,7 @@ def times_of(report: Path) -> dict[str, float]:
             raise SystemExit(f"{report} names no files; write it with -o junit_family=xunit1")
         classes = (case.get("classname") or "").split(".")[len(Path(file).with_suffix("").parts) :]
         name = "::".join([file, *classes, case.get("name") or ""])
-        if seconds >= LEAST:
+        if seconds >= least:
             found[name] = round(seconds, 2)
     return dict(sorted(found.items()))
 
