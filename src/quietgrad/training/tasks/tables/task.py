@@ -126,7 +126,7 @@ def _known_by(rows: LabelledRows, test: LabelledRows) -> list[str]:
     test file alone tells none apart. In JSON one private row may have brought a column that test
     rows have, so there all of both count.
     """
-    others = test.columns.keys() - rows.columns.keys() if are_from_rows(rows.source) else ()
+    others = test.columns.keys() - rows.columns.keys() if are_from_rows(rows.source) else set()
     return sorted([*rows.columns, *others])
 
 
