@@ -382,7 +382,8 @@ def test_a_folder_that_was_replaced_releases_nothing(
     def replaced(*rest: Any, **more: Any) -> None:
         shutil.rmtree(folder)
         folder.mkdir()
-        Trials().save(RunDir(folder).trials)
+        with RunDir(folder).locked():  # as another process would
+            Trials().save(RunDir(folder).trials)
 
     monkeypatch.setattr(RunCount, "draw", lambda self: 1)
     monkeypatch.setattr(ComparisonRunner, "fit", replaced)
