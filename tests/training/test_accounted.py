@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import stat
 import time
 from collections.abc import Callable
@@ -22,6 +23,8 @@ from quietgrad.comparing.runner import ComparisonRunner
 from quietgrad.comparing.table import load_comparison
 from quietgrad.comparing.trials import Trials
 from quietgrad.tensors import trainable_parameters
+from quietgrad.training.files.provenance import EPSILONS_ADD, FILE, KEY, provenance
+from quietgrad.training.files.run_dir import RunDir
 
 Write = Callable[..., Path]
 LONG_VARIANT = '[variants.long]\ntraining.steps = 6\nnoise.method = "banded"\nnoise.bands = 2'
@@ -218,7 +221,7 @@ def test_a_kill_loses_no_run_and_draws_nothing_anew(
     comparison = load_comparison(path, accounted=True)
     code, out, _ = quietgrad("compare", path, "--accounted")
     assert code == 130 and "validation" not in out
-    file = folder_of(comparison) / accounted.TRIALS
+    file = RunDir(folder_of(comparison)).trials
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     kept = Trials.load(file)
     assert (kept.drawn, kept.done) == ([0, 2, 1, 3], 1) and kept.best is not None
@@ -242,7 +245,7 @@ def test_a_kill_of_the_first_run_keeps_the_draw(
     monkeypatch.setattr(ComparisonRunner, "fit", killed)
     path = write()
     assert quietgrad("compare", path, "--accounted")[0] == 130
-    kept = Trials.load(folder_of(load_comparison(path, accounted=True)) / accounted.TRIALS)
+    kept = Trials.load(RunDir(folder_of(load_comparison(path, accounted=True))).trials)
     assert (len(kept.drawn), kept.done) == (7, 0)
 
 
@@ -325,7 +328,7 @@ def test_two_processes_do_not_draw_twice(
 ) -> None:
     """Another one drew while this one prepared."""
     path = write()
-    file = folder_of(load_comparison(path, accounted=True)) / accounted.TRIALS
+    file = RunDir(folder_of(load_comparison(path, accounted=True))).trials
     verify = accounted.verify_on_public_records
 
     def meanwhile(prepared: Any) -> float:
@@ -338,6 +341,99 @@ def test_two_processes_do_not_draw_twice(
     monkeypatch.setattr(accounted, "verify_on_public_records", meanwhile)
     code, _, err = quietgrad("compare", path, "--accounted")
     assert code == 2 and "by another process meanwhile" in " ".join(err.split())
+
+
+def cut_off_in_the_first_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def killed(*rest: Any, **more: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ComparisonRunner, "fit", killed)
+
+
+def test_runs_go_on_with_the_records_that_they_began_with(
+    quietgrad: Any, write: Write, csv_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Runs of before a change and after it are not draws of one law, which the choice's epsilon
+    is for. The number of records is the same, and one label another.
+    """
+    path = write()
+    with monkeypatch.context() as patch:
+        cut_off_in_the_first_run(patch)
+        assert quietgrad("compare", path, "--accounted")[0] == 130
+    file = RunDir(folder_of(load_comparison(path, accounted=True))).trials
+    before, text = file.read_bytes(), csv_file.read_text()
+    _, line, rest = text.split("\n", 2)
+    words, _, label = line.rpartition(",")
+    other = next(row.rpartition(",")[2] for row in rest.split("\n") if not row.endswith(label))
+    csv_file.write_text(text.replace(line, f"{words},{other}", 1))
+    monkeypatch.setattr(ComparisonRunner, "fit", lambda *a, **k: pytest.fail("went on"))
+    code, _, err = quietgrad("compare", path, "--accounted")
+    assert code == 2 and "runs of other settings or other records" in " ".join(err.split())
+    assert file.read_bytes() == before
+
+
+def test_a_folder_that_was_replaced_releases_nothing(
+    quietgrad: Any, write: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its lock is another file's, so a second process draws and releases there, too."""
+    path = write()
+    folder = folder_of(load_comparison(path, accounted=True))
+
+    def replaced(*rest: Any, **more: Any) -> None:
+        shutil.rmtree(folder)
+        folder.mkdir()
+        with RunDir(folder).locked():  # as another process would
+            Trials().save(RunDir(folder).trials)
+
+    monkeypatch.setattr(RunCount, "draw", lambda self: 1)
+    monkeypatch.setattr(ComparisonRunner, "fit", replaced)
+    code, _, err = quietgrad("compare", path, "--accounted")
+    assert code == 2 and "so nothing is released" in " ".join(err.split())
+    assert not RunDir(folder).result.exists() and not RunDir(folder).model.exists()
+
+
+def test_a_choice_and_a_run_do_not_share_a_folder(
+    quietgrad: Any, write: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`quietgrad runs` told the choice's epsilon alone, and a report the run's."""
+    path = write()
+    run = RunDir(folder_of(load_comparison(path, accounted=True)))
+    cut_off_in_the_first_run(monkeypatch)
+    assert quietgrad("compare", path, "--accounted")[0] == 130
+    for resume in (False, True):
+        with pytest.raises(ValueError, match="holds a choice among runs that is not finished"):
+            run.require_state(resume)
+    run.trials.unlink()
+    run.ledger.write_text("")
+    code, _, err = quietgrad("compare", path, "--accounted")
+    assert code == 2 and "name other comparison.results" in " ".join(err.split())
+    assert not run.trials.exists()
+
+
+def test_what_all_runs_began_with_is_told(
+    quietgrad: Any, write: Write, tiny_bert: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Epsilon of the choice is not that of the run before, for records of both."""
+    record = provenance("reviews.csv", {"epsilon": 2.0, "delta": 1e-3, "steps": 4}, False)
+    (tiny_bert / FILE).write_text(json.dumps({KEY: record}))
+    path = write()
+    accepted = f'[model]\naccept_start = "{EPSILONS_ADD}"'
+    path.write_text(path.read_text().replace("[model]", accepted))
+    monkeypatch.setattr(ComparisonRunner, "fit", lambda *a, **k: None)
+    said = "for records of both runs their epsilons and deltas add"
+    code, out, err = quietgrad("compare", path, "--accounted")
+    assert code == 0, err
+    assert " ".join(out.replace("│", " ").split()).count(said) == 2  # before the runs, and after
+    folder = folder_of(load_comparison(path, accounted=True))
+    (run,) = json.loads(quietgrad("runs", folder, "--json")[1])["runs"]
+    assert run["started_from_runs"]
+    told = quietgrad("report", folder)[1].replace("│", " ")
+    assert said in " ".join(told.split())
+    # Its configuration looks as cheap as one run: trained once more, that adds.
+    again = ("--set", f"training.run_dir={folder}")
+    code, out, err = quietgrad("train", folder / "config.toml", *again)
+    assert code == 2 and "already holds a run" in " ".join(err.split())
+    assert "its epsilon and delta add to the choice's (" in " ".join(out.split())
 
 
 def test_a_search_is_refused(quietgrad: Any, write: Write) -> None:

@@ -94,6 +94,22 @@ def test_it_says_how_far_it_is_without_a_terminal(
     ]
 
 
+def test_a_line_that_a_kill_cut_off_is_run_again(
+    quietgrad: Any, write_comparison: WriteComparison
+) -> None:
+    """Before: an error of JSON's, at every start, until somebody mended the file by hand."""
+    path = write_comparison(epsilons=[2.0], seeds=1, tuning_seeds=1, learning_rates=[1e-3])
+    comparison = load_comparison(path)
+    assert quietgrad("compare", path, "--json")[0] == 0
+    whole = comparison.results.read_text()
+    comparison.results.write_text(whole[:-40])
+    assert len(read_results(comparison)) == 1
+    code, out, err = quietgrad("compare", path, "--json")
+    assert code == 0 and json.loads(out)["missing_runs"] == 0, err
+    assert len(comparison.results.read_text().splitlines()) == 3
+    assert len(read_results(comparison)) == 2
+
+
 def test_two_shards_make_each_run_once(quietgrad: Any, write_comparison: WriteComparison) -> None:
     path = write_comparison(epsilons=[2.0], seeds=1, tuning_seeds=1)
     made = []

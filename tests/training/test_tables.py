@@ -144,6 +144,54 @@ def test_a_key_of_one_private_row_is_not_asked_of_test_rows(
         task("train", "less")
 
 
+@pytest.mark.parametrize("written", ["with an index", "in another order", "as floats"])
+def test_test_rows_are_not_trained_on_however_a_tool_wrote_them(
+    values: dict[str, Any], tmp_path: Path, written: str
+) -> None:
+    """Before: whatever changed a row's text, and they were trained on and their scores told."""
+    header, *lines = (tmp_path / "people.csv").read_text().splitlines()
+    names, rows = header.split(","), [line.split(",") for line in lines[:100]]
+    if written == "with an index":
+        names, rows = ["", *names], [[str(i), *row] for i, row in enumerate(rows)]
+    elif written == "in another order":
+        names, rows = names[::-1], [row[::-1] for row in rows]
+    else:  # a column with a gap
+        rows = [[f"{row[0]}.0" if row[0] else "", *row[1:]] for row in rows]
+    test = tmp_path / "test.csv"
+    test.write_text("\n".join(",".join(row) for row in [names, *rows]) + "\n")
+    task = load_task(config_of(values | {"data.test_source": str(test)}))
+    hours = {line.split(",")[2] for line in lines[:100]}  # each row's own
+    assert len(task.splits.test) == 100 and len(task.splits.train) > 500
+    assert not hours & set(task.splits.train.columns["hours"])
+    assert not hours & set(task.splits.validation.columns["hours"])
+
+
+def test_a_key_of_one_private_row_that_test_rows_have_holds_no_other_back(
+    values: dict[str, Any], tmp_path: Path
+) -> None:
+    rows = [{"age": i, "job": f"w{i % 7}", "income": "ab"[i % 2]} for i in range(200)]
+    test = [row | {"ill": i % 3} for i, row in enumerate(rows[:40])]
+    files = {"with": [{"age": 300, "job": "w9", "ill": 1, "income": "a"}, *rows], "less": rows}
+    for name, held in {**files, "test": test}.items():
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in held))
+    parts = []
+    for name in files:
+        sources = {"data.source": name, "data.test_source": "test"}
+        named = {key: str(tmp_path / f"{file}.jsonl") for key, file in sources.items()}
+        parts.append(set(load_task(config_of(values | named)).splits.train.columns["age"]))
+    assert parts[0] - {"300"} == parts[1]
+
+
+def test_one_class_in_two_spellings_is_refused(values: dict[str, Any], tmp_path: Path) -> None:
+    """Before: four classes, of which private records had two and test records the other two."""
+    people, test = tmp_path / "people.csv", tmp_path / "test.csv"
+    header, *lines = people.read_text().replace(",high", ",1").replace(",low", ",0").splitlines()
+    people.write_text("\n".join([header, *lines]) + "\n")
+    test.write_text("\n".join([header, *(f"{line}.0" for line in lines[:100])]) + "\n")
+    with pytest.raises(ValueError, match=r"labels '0' and '0\.0' .* one number in two spellings"):
+        load_task(config_of(values | {"data.test_source": str(test)}))
+
+
 def test_encoding_survives_its_file(values: dict[str, Any]) -> None:
     encoding = load_task(config_of(values)).encoding
     assert Encoding.from_json(encoding.to_json()) == encoding

@@ -15,6 +15,7 @@ from quietgrad.cli.output import console, print_json, print_table
 from quietgrad.cli.progress.counted import Counted
 from quietgrad.cli.progress.stages import stages
 from quietgrad.events import RELATIONS
+from quietgrad.ledger.earlier import start_row
 from quietgrad.report.page import require_page_place, write_page
 
 if TYPE_CHECKING:
@@ -153,6 +154,8 @@ def run_accounted(
             markup=False,
             soft_wrap=True,
         )
+        for line in facts.get("start_warnings", ()):
+            target.print(line, markup=False, soft_wrap=True)
 
     if only_report:
         result = read_choice(comparison)
@@ -186,6 +189,7 @@ def run_accounted(
         f"validation {key}": f"{result['metrics'][f'validation_{key}']:.4f}",
         f"test {key}": f"{result['metrics'][key]:.4f}",
         "guarantee": _promise(result),
+        **start_row(result),
         "not covered": "the number of runs and those that lost: removed",
         "model": str(folder_of(comparison) / "model"),
     }

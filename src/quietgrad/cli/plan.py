@@ -21,7 +21,7 @@ from quietgrad.cli.output import (
     print_table,
     require_place,
 )
-from quietgrad.cli.prepared import noise_record, prepare_shown, print_guarantee
+from quietgrad.cli.prepared import noise_record, prepare_shown, print_guarantee, say_choice
 from quietgrad.cli.progress.stages import stages
 from quietgrad.events import RELATIONS
 from quietgrad.ledger import planned_course, read_ledger
@@ -36,6 +36,7 @@ def run_plan(
     """See ``quietgrad plan --help``."""
     target = console(as_json)
     config = load_config(config_path, overrides)
+    say_choice(target, config_path)
     if figure is not None:
         _require_choice_to_draw(config, figure)
     prepared = prepare_shown(config, target)

@@ -4,12 +4,16 @@ its noise: matrix, bands, participation, predicted error against independent noi
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
+from rich.markup import escape
 
 from quietgrad.accounting.rounding import round_up, round_up_to
 from quietgrad.checks import SettingsWarning, how_many
@@ -45,6 +49,25 @@ def prepare_shown(
         if issubclass(warning.category, SettingsWarning):  # those of libraries are not for the user
             target.print(f"[yellow]warning:[/yellow] {warning.message}")
     return prepared
+
+
+def say_choice(target: Console, config: Path | None) -> None:
+    """Of a setting that ``quietgrad compare --accounted`` has released: one run more with it looks
+    cheaper than the choice was, and adds to that.
+    """
+    result = None if config is None else config.with_name("result.json")
+    if result is None or not result.is_file():
+        return
+    with contextlib.suppress(ValueError, OSError):
+        found = json.loads(result.read_text(encoding="utf-8"))
+        if isinstance(found, dict) and "selection" in found:
+            target.print(
+                f"[yellow]warning:[/yellow] {escape(str(config))} is what `quietgrad compare "
+                "--accounted` chose. A run with it is one release more on the same records: its "
+                f"epsilon and delta add to the choice's ({round_up(found['epsilon'], 4)}, "
+                f"{round_up_to(found['delta'], 3)}).",
+                soft_wrap=True,
+            )
 
 
 def _say_what_is_idle(prepared: Prepared) -> None:

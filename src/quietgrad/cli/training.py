@@ -26,7 +26,7 @@ from quietgrad.cli.output import (
     print_table,
     quiet_libraries,
 )
-from quietgrad.cli.prepared import prepare_shown, print_guarantee
+from quietgrad.cli.prepared import prepare_shown, print_guarantee, say_choice
 from quietgrad.cli.progress.stages import stages
 from quietgrad.cli.progress.training import TrainingProgress
 from quietgrad.distributed.together import Together, launched, leave, meet, restarted
@@ -59,6 +59,7 @@ def run_train(
         )
     require_one_length(extend)
     config = _config_to_run(config_path, overrides, resume)
+    say_choice(target, config_path)
     if processes != 1:
         start_processes(processes, sys.argv[1:])
     together = _meet(config)

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from quietgrad.accounting import selected_epsilon
@@ -25,14 +26,15 @@ from quietgrad.comparing.runner import ComparisonRunner, seeded
 from quietgrad.comparing.table import Comparison, Run
 from quietgrad.comparing.trials import Trials
 from quietgrad.durable import make_folder, write_whole
+from quietgrad.ledger.earlier import told_starts
 from quietgrad.plan import PrivacyPlan
 from quietgrad.tensors import trainable_parameters
 from quietgrad.training.files.run_dir import RunDir
 from quietgrad.training.prepare import verify_on_public_records
 from quietgrad.training.result import trained_on
 from quietgrad.training.settings.config import TrainConfig
+from quietgrad.training.tasks.task import Task
 
-TRIALS = "trials.pt"
 # Of the target: what one run is planned for before all noise is scaled together.
 ONE_RUN = 0.6
 Result = dict[str, Any]
@@ -94,11 +96,12 @@ def choose(
     folder = folder_of(comparison)
     saved = read_choice(comparison)
     if saved is None:
-        choice = _Choice(comparison, folder / TRIALS, begins)  # what is refused leaves no folder
+        trials = RunDir(folder).trials
+        choice = _Choice(comparison, trials, begins)  # what is refused leaves no folder
         make_folder(folder)
         with RunDir(folder).locked():
             saved = read_choice(comparison) or choice.made(say)
-    (folder / TRIALS).unlink(missing_ok=True)
+    RunDir(folder).trials.unlink(missing_ok=True)
     return saved
 
 
@@ -114,6 +117,7 @@ class _Choice:
 
     def __init__(self, comparison: Comparison, path: Path, begins: Callable[[str], None]) -> None:
         self.comparison, self.path = comparison, path
+        _require_no_run(RunDir(path.parent))
         self.trials = Trials.load(path)
         self.runner = ComparisonRunner(comparison, self.trials.start, begins)
         verify_on_public_records(self.runner.prepared)
@@ -126,6 +130,7 @@ class _Choice:
 
     def made(self, say: Callable[[Result], None]) -> Result:
         trials, comparison = self.trials, self.comparison
+        _require_no_run(RunDir(self.path.parent))
         now = Trials.load(self.path)
         if (now.start, now.done) != (trials.start, trials.done) and now.key:
             raise ValueError(
@@ -133,11 +138,12 @@ class _Choice:
                 "again, alone"
             )
         events = [c.plan.event.to_json() for c in self.candidates]
-        size = self.runner.prepared.sampler.dataset_size
-        key = _digest([_settings(comparison), events, self.delta, size])
+        task = self.runner.prepared.task
+        key = _digest([_settings(comparison), events, self.delta, _digest_of_records(task)])
         if not trials.key:
             trials.draw(key, comparison.accounted.count, len(self.candidates))
             trials.save(self.path)  # before the first run
+        kept = _stamp(self.path)
         if trials.key != key:
             raise ValueError(
                 f"{str(self.path)!r} holds runs of other settings or other records; go on with "
@@ -150,8 +156,19 @@ class _Choice:
             average = self.runner.fit(chosen.config, chosen.plan, guard_on_public=True)
             score = self.runner.settle(average)
             trials.finished(score, trainable_parameters(self.runner.model))
+            self._require_kept(kept)
             trials.save(self.path)
+            kept = _stamp(self.path)
+        self._require_kept(kept)
         return self._released()
+
+    def _require_kept(self, kept: tuple[int, ...]) -> None:
+        """Before anything is written: the lock is worth nothing in a folder that was replaced."""
+        if _stamp(self.path) != kept:
+            raise ValueError(
+                f"{str(self.path)!r} was removed or replaced while its runs were made, so nothing "
+                "is released; put the folder back and start the command again, alone"
+            )
 
     def facts(self) -> Result:
         """Public: what is promised, whatever is drawn."""
@@ -170,6 +187,7 @@ class _Choice:
                 "noise_multipliers": [min(noise), max(noise)],
                 "settings": _settings(self.comparison),
             },
+            **told_starts(self.runner.prepared.started_from),
         }
 
     def _calibrated(self) -> list[_Candidate]:
@@ -241,6 +259,35 @@ def _settings(comparison: Comparison) -> str:
     runs = [comparison.config_of(run).to_dict() for run in candidates_of(comparison)]
     accounted = comparison.accounted
     return _digest([runs, accounted.mean, accounted.distribution, comparison.table.distinct])
+
+
+def _digest_of_records(task: Task) -> str:
+    """All that runs read: where it changes, runs of before and after are not draws of one law.
+    Private; it is in the secret file of the trials alone.
+    """
+    found = hashlib.sha256()
+    for part in (task.splits.train, task.splits.validation, task.splits.test):
+        owners, labels = getattr(part, "owners", None), getattr(part, "labels", ())
+        found.update(json.dumps([len(part), *part.label_names]).encode())
+        found.update(b"".join(part.record_ids) + np.ascontiguousarray(labels).tobytes())
+        found.update(b"".join(hashlib.sha256(owner).digest() for owner in owners or ()))
+    return found.hexdigest()
+
+
+def _require_no_run(folder: RunDir) -> None:
+    if folder.ledger.exists() or folder.checkpoint.exists():
+        raise ValueError(
+            f"{str(folder.path)!r} holds a run of `quietgrad train`, whose epsilon is none of the "
+            "choice's; name other comparison.results"
+        )
+
+
+def _stamp(path: Path) -> tuple[int, ...]:
+    """What tells a file from one that took its place; empty where there is none."""
+    if not path.exists():
+        return ()
+    found = path.stat()
+    return found.st_dev, found.st_ino, found.st_mtime_ns, found.st_size
 
 
 def _digest(facts: Any) -> str:

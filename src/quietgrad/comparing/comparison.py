@@ -20,6 +20,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -31,20 +32,19 @@ import numpy as np
 from quietgrad.comparing.runner import ComparisonRunner
 from quietgrad.comparing.search import RATE, propose
 from quietgrad.comparing.table import Comparison, Run
+from quietgrad.durable import whole_lines
 
 
 def read_results(comparison: Comparison) -> dict[Run, dict[str, Any]]:
     """Finished runs whose settings are the configuration's."""
     found: dict[Run, dict[str, Any]] = {}
-    if comparison.results.is_file():
-        for line in comparison.results.read_text(encoding="utf-8").splitlines():
-            record = json.loads(line)
-            run = Run.of(record)
-            fits = run.variant in comparison.variants and (run.trial is None) == (
-                comparison.search is None
-            )
-            if fits and record["key"] == comparison.key_of(run):
-                found[run] = record
+    for record in whole_lines(comparison.results):
+        run = Run.of(record)
+        fits = run.variant in comparison.variants and (run.trial is None) == (
+            comparison.search is None
+        )
+        if fits and record["key"] == comparison.key_of(run):
+            found[run] = record
     return found
 
 
@@ -245,6 +245,10 @@ def _share_of(comparison: Comparison, run: Run, count: int) -> int:
 
 def _append(path: Path, record: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", encoding="utf-8") as file:
+    with path.open("ab+") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        file.write(json.dumps(record) + "\n")
+        if file.seek(0, os.SEEK_END):
+            file.seek(-1, os.SEEK_END)
+            if file.read(1) != b"\n":  # a kill has cut a line off: it keeps to itself
+                file.write(b"\n")
+        file.write(json.dumps(record).encode() + b"\n")

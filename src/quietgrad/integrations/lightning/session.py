@@ -19,7 +19,7 @@ from quietgrad.plan import PrivacyPlan, PrivateRun
 from quietgrad.plan.session.trained import NEW_MODEL, Trained, facts_of, note_trained, runs_of
 from quietgrad.training.files.noise_state import (
     NoiseKeeper,
-    forget_keys,
+    leave_keys,
     remove_unreleased,
     start_private,
 )
@@ -195,9 +195,10 @@ class Session:
             error: that ends it, which the other processes hear of.
         """
         try:
-            made = self.run is not None and self.run.released >= self.plan.steps
-            if made and self._together.first:
-                forget_keys(self.files)
+            released = 0 if self.run is None else self.run.released
+            ended = error is None or released >= self.plan.steps
+            if ended and self._together.first:
+                leave_keys(self.files, released, self.plan.steps)
         finally:
             self._open.__exit__(None if error is None else type(error), error, None)
 

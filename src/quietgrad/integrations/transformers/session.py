@@ -27,7 +27,7 @@ from quietgrad.plan.session.trained import NEW_MODEL, Trained, facts_of, note_tr
 from quietgrad.training.files.card import CARD, add_privacy, is_blank
 from quietgrad.training.files.noise_state import (
     NoiseKeeper,
-    forget_keys,
+    leave_keys,
     remove_unreleased,
     start_private,
 )
@@ -190,8 +190,8 @@ class TrainerSession:
                 self.run, self._keeper = run, NoiseKeeper(run)
                 run.starts.known = True  # asked for, or refused, by ``starts_from``
                 yield None if self.resumed is None else str(self.resumed.path)
-                if writes and run.released >= self.plan.steps:
-                    forget_keys(self.files)
+                if writes:
+                    leave_keys(self.files, run.released, self.plan.steps)
 
     def _take(self, held: contextlib.ExitStack, resume: bool | str) -> None:
         """Locks the directory, and looks whether it is what ``resume`` says."""

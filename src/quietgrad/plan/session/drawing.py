@@ -7,8 +7,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
+import torch
 from torch import nn
 
+from quietgrad.checks import listed, warn_of_half_precision
+from quietgrad.clipping.norms.coarseness import is_coarse, roundoff_of
 from quietgrad.distributed.team import Team
 from quietgrad.generators import KeyedByStep
 from quietgrad.loading.unsaid import say_no_sizes
@@ -80,8 +83,26 @@ class DrawsForModels(BoundToProcess):
         """Records are clipped for a model: whose its weights are, and who may step on them."""
         if self.starts.met(model):
             self._stepping.met(p for p in model.parameters() if p.requires_grad)
+            if not self._plan.data_are_public:
+                _warn_of_weights(model)
 
     def _over(self) -> None:
         """Nothing more is released."""
         self.starts.over()
         self._stepping.over()
+
+
+def _warn_of_weights(model: nn.Module) -> None:
+    """Of weights in half precision, as many checkpoints come, whatever autocast and Trainers say.
+    In float16 AdamW's eps is 0, and so are most second moments: the weights would be lost, and with
+    them what was spent.
+    """
+    narrow = [p for p in model.parameters() if is_coarse(roundoff_of([p.dtype]))]
+    if not narrow:
+        return
+    kinds = listed(sorted({str(p.dtype) for p in narrow}), "and")
+    lost = any(p.requires_grad and p.dtype == torch.float16 for p in narrow)
+    warn_of_half_precision(
+        f"a model with weights of {kinds}{' (what AdamW makes NaN)' * lost}",
+        "model.float(), or dtype=torch.float32 where it is loaded,",
+    )

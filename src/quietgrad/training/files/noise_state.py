@@ -6,12 +6,14 @@ from __future__ import annotations
 
 import contextlib
 import time
+import warnings
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
+from quietgrad.checks import SettingsWarning, listed
 from quietgrad.distributed.together import Together
-from quietgrad.keyring import forget_secrets, read_secrets
+from quietgrad.keyring import forget_secrets, read_secrets, secret_files
 from quietgrad.ledger.removing import remove_if_unreleased
 from quietgrad.noise.correlation.mixing import MixingMatrix, load_mixing, save_mixing
 from quietgrad.plan import PrivacyPlan, PrivateRun
@@ -133,6 +135,25 @@ class NoiseKeeper:
 def forget_keys(run_dir: RunDir) -> None:
     """Removes what is secret once no release is left that needs it."""
     forget_secrets(run_dir.secrets)
+
+
+def leave_keys(run_dir: RunDir, made: int, planned: int) -> None:
+    """Where training has ended in good order: removes what is secret, or, before the plan's last
+    release, warns. An early stop looks like an end, and whoever gets the folder could take the
+    noise off.
+    """
+    if made >= planned:
+        forget_keys(run_dir)
+    kept = [path.name for path in secret_files(run_dir.secrets) if path.exists()]
+    if made and kept:
+        warnings.warn(
+            f"training ended after {made} of {planned} releases, and may be gone on with: so "
+            f"secrets stay in {str(run_dir.path)!r} ({listed(kept, 'and')}), by which its noise "
+            "could be taken off, or records be known. If it is over (an early stop), remove them "
+            "before anybody else gets the folder",
+            SettingsWarning,
+            stacklevel=2,
+        )
 
 
 def remove_unreleased(run_dir: RunDir) -> None:

@@ -84,6 +84,11 @@ class RunDir:
         return self.path / "secrets.json"
 
     @property
+    def trials(self) -> Path:
+        """Secret: the runs of a choice (``quietgrad compare --accounted``) that is not finished."""
+        return self.path / "trials.pt"
+
+    @property
     def environment(self) -> Path:
         return self.path / "environment.json"
 
@@ -136,6 +141,12 @@ class RunDir:
                 "begin (no config.toml), and its ledger counts on; go on with it by the script "
                 "that began it, or choose another directory (the epsilons of two runs on the same "
                 "records add)"
+            )
+        if not begun and self.trials.exists():
+            raise ValueError(
+                f"training.run_dir={str(self.path)!r} holds a choice among runs that is not "
+                "finished; go on with it by `quietgrad compare --accounted`, or choose another "
+                "directory"
             )
         if resume and not begun:
             raise ValueError(

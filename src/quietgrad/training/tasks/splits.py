@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -28,6 +28,7 @@ IGNORED = -100
 MOST_LABELS = 20
 _LINK = re.compile(r"https?://\S+|www\.\S+|@\w+")
 _OTHER = re.compile(r"[\W_]+")
+_POINTED = re.compile(r"(-?[0-9]+)\.0+")
 
 Kind = TypeVar("Kind")
 
@@ -64,18 +65,32 @@ Labelled = TypeVar(
 )  # a frozen dataclass of records with labels and label_names
 
 
-def split_with_test(texts: Texts, test: Texts, validation_fraction: float) -> Splits[Texts]:
+def normalised_texts(records: TextRecords) -> list[str]:
+    return [normalised(t) for t in records.texts]
+
+
+def split_with_test(
+    texts: Texts,
+    test: Texts,
+    validation_fraction: float,
+    known_by: Callable[[Texts], Sequence[str]] = normalised_texts,
+) -> Splits[Texts]:
     """Training and validation records by a hash of the normalised text, beside test records that
-    are given; those with a test record's text, or of a test record's user, are left out.
+    are given; those that are a test record, or of a test record's user, are left out.
+
+    Args:
+        texts, test: records.
+        validation_fraction: of those that are not left out.
+        known_by: [n] what a record is known by in both.
 
     Raises:
         ValueError: for a fraction outside (0, 1) or a part that would be empty.
     """
     if not 0 < validation_fraction < 1:
         raise ValueError(f"data.validation_fraction={validation_fraction!r} must be in (0, 1)")
-    held = {normalised(t) for t in test.texts}
+    held = set(known_by(test))
     position = _positions(texts)
-    free = np.array([normalised(t) not in held for t in texts.texts])
+    free = np.array([known not in held for known in known_by(texts)])
     if texts.owners is not None:
         # A user of the test records is public: none of the user's records is private.
         public = set(test.owners or ())
@@ -168,6 +183,13 @@ def with_public_labels(splits: Splits[Labelled], given: Sequence[str] = ()) -> S
             "records are numbers with fractions, and each would be a class of its own; make "
             "classes of them, or list the classes in data.labels"
         )
+    twice = _one_number_twice(names)
+    if twice is not None:
+        raise ValueError(
+            f"data.source={splits.train.source!r}: the labels {twice[0]!r} and {twice[1]!r} of "
+            "validation and test records are one number in two spellings, and would be two "
+            "classes; write it alike in all files"
+        )
     if len(names) < 2:
         raise ValueError(
             f"data.source={splits.train.source!r}: the validation and test records have the single "
@@ -190,6 +212,12 @@ def with_public_labels(splits: Splits[Labelled], given: Sequence[str] = ()) -> S
             "validation or test records have; check data.text, data.label and data.labels"
         )
     return Splits(*made)
+
+
+def _one_number_twice(names: Sequence[str]) -> tuple[str, str] | None:
+    """Two labels that differ in zeros behind a point: a tool wrote 1 as 1.0 in one of the files."""
+    pointed = ((found[1], name) for name in names if (found := _POINTED.fullmatch(name)))
+    return next((both for both in pointed if both[0] in names), None)
 
 
 def normalised(text: str) -> str:

@@ -34,7 +34,7 @@ from quietgrad.training.tasks.columns import (
     without_gaps,
 )
 from quietgrad.training.tasks.records import InOrder
-from quietgrad.training.tasks.splits import IGNORED
+from quietgrad.training.tasks.splits import IGNORED, normalised
 
 COMMA = re.compile(r"[+-]?\d+,\d+")
 SHOWN_LETTERS = 60  # of a cell
@@ -78,6 +78,14 @@ class LabelledRows:
         """
         rows = zip(*self.columns.values(), strict=True)
         return tuple("\x1f ".join(filter(None, cells)) for cells in rows)
+
+    def known_by(self, names: Sequence[str]) -> list[str]:
+        """[n] each row by its cells of some columns, whatever stands beside them in its file, in
+        which order, and with how many zeros behind a point.
+        """
+        none = ("",) * len(self)
+        columns = [map(_known_cell, self.columns.get(name, none)) for name in names]
+        return ["\x1f".join(cells) for cells in zip(*columns, strict=True)]
 
     @cached_property
     def record_ids(self) -> tuple[bytes, ...]:
@@ -143,9 +151,14 @@ def load_rows(
     index = {name: i for i, name in enumerate(names)}
     numbers = np.array([IGNORED if word is None else index[word] for word in words], dtype=np.int64)
     columns = {name: tuple(_word(cell) for cell in cells) for name, cells in found.items()}
-    if Path(source).suffix.lower() in (".json", ".jsonl"):  # whose order follows the first rows
+    if are_from_rows(source):  # and their order from the first ones
         columns = dict(sorted(columns.items()))
     return LabelledRows(columns, numbers, names, source, owners)
+
+
+def are_from_rows(source: str) -> bool:
+    """Whether the columns are what rows bring with them, and no header says which there are."""
+    return Path(source).suffix.lower() in (".json", ".jsonl")
 
 
 def unlabelled_rows(
@@ -275,6 +288,12 @@ class Encoding:
             for name, (mean, deviation) in record["numbers"].items()
         }
         return cls(numbers, {name: tuple(known) for name, known in record["categories"].items()})
+
+
+def _known_cell(cell: str) -> str:
+    """A number as Python writes it; any other cell as texts are known by."""
+    value = number_of(cell)
+    return normalised(cell) if value is None else repr(value)
 
 
 def number_of(cell: str) -> float | None:
