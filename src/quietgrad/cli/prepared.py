@@ -58,7 +58,7 @@ def say_choice(target: Console, config: Path | None) -> None:
     result = None if config is None else config.with_name("result.json")
     if result is None or not result.is_file():
         return
-    with contextlib.suppress(ValueError, OSError):
+    with contextlib.suppress(ValueError, KeyError, TypeError, OSError):  # somebody's own file
         found = json.loads(result.read_text(encoding="utf-8"))
         if isinstance(found, dict) and "selection" in found:
             target.print(
