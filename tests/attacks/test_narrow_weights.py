@@ -18,7 +18,12 @@ def loss(model: Any, batch: Tensor) -> Tensor:
     return F.cross_entropy(model(batch).float(), torch.zeros(len(batch)).long(), reduction="none")
 
 
-def released(model: nn.Module, public: bool = False) -> None:
+def autocast_inside(model: Any, batch: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return loss(model, batch)
+
+
+def released(model: nn.Module, public: bool = False, of: Any = loss) -> None:
     """Two releases of 20 records."""
     dtype = next(model.parameters()).dtype
     records = torch.randn(20, 4).to(dtype)
@@ -28,7 +33,7 @@ def released(model: nn.Module, public: bool = False) -> None:
     plan = config.build(dataset_size=20)
     with plan.start() as run:
         for indices in run.batches():
-            run.backward(model, loss, records[indices])
+            run.backward(model, of, records[indices])
 
 
 @pytest.mark.parametrize(
@@ -55,8 +60,23 @@ def test_frozen_ones_below_an_adapter_round_as_much() -> None:
         released(model)
 
 
+def around(model: nn.Module) -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        released(model)
+
+
+@pytest.mark.parametrize(
+    "step", [lambda model: released(model, of=autocast_inside), around], ids=["inside", "around"]
+)
+def test_a_loops_own_autocast_is_said_to_be_coarse_once(step: Any) -> None:
+    with pytest.warns(RoundingWarning, match=r"torch\.autocast.* rounds coarsely") as found:
+        step(nn.Linear(4, 2))
+    assert len(found) == 1
+
+
 def test_of_float32_and_of_public_records_nothing_is_said() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", RoundingWarning)
         released(nn.Linear(4, 2))
         released(nn.Linear(4, 2).to(torch.bfloat16), public=True)
+        released(nn.Linear(4, 2), public=True, of=autocast_inside)

@@ -66,8 +66,7 @@ class PrivateRun(LooksTogether, TellsBeside, TellsProgress):
         self._plan = plan
         self._session = session
         self._writer = writer
-        self._name, self._released = name, released
-        self._given_up = given_up
+        self._name, self._released, self._given_up = name, released, given_up
         norm = max_grad_norm or plan.clipper.max_grad_norm
         size = plan.batch_size_at(plan.at(0))
         self._beside = SideSession(plan.beside, plan.event.beside, size, norm)
@@ -270,6 +269,7 @@ class PrivateRun(LooksTogether, TellsBeside, TellsProgress):
         if self._team.size > 1:
             with self._team.stopping_all():
                 opened.require_whole(held)
+        self._tell_coarse(clipped)
         settings = self.plan.at(self._released)
         with self._team.releasing():
             self._releases.write_down(clipped, self._released, settings)

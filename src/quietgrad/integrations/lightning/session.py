@@ -74,6 +74,7 @@ class Session:
         self._together = Together()
         self._ledger = LedgerContents()
         self._started_from: tuple[Record, ...] = ()
+        self.coarse_told = False  # see PrivateRun
         self._trained: Trained | None = None
 
     def trained(self, module: nn.Module) -> None:
@@ -138,7 +139,7 @@ class Session:
             given = self.plan, self.files, begun, self._together, self._started_from
             run = opened.enter_context(start_private(*given))
             self._ledger = self._together.by_first(lambda: read_ledger(self.files.ledger))
-            self.run, self._keeper = run, NoiseKeeper(run)
+            self.run, self._keeper, run.coarse_told = run, NoiseKeeper(run), self.coarse_told
             run.starts.known = True  # asked for, or refused, above
             self._open = opened.pop_all()
         return seen

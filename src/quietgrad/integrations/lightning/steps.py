@@ -132,6 +132,7 @@ class PrivateSteps(PublicLoaders):
         precision = refusals.precision_of(trainer.precision_plugin)
         if precision != "32-true" and not plan.data_are_public:
             warn_of_half_precision(f"Trainer(precision={precision!r})", "'32-true'")
+            self.session.coarse_told = True
         self._max_steps = trainer.max_steps
         trainer.fit_loop.epoch_loop.max_steps = plan.steps
         # Schedules are made of either: CosineAnnealingLR(optimizer, self.trainer.max_epochs).

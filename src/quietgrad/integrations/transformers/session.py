@@ -87,6 +87,7 @@ class TrainerSession:
         self.together = Together()
         self._name = ""
         self._ledger = LedgerContents()
+        self.coarse_told = False  # see PrivateRun
 
     @property
     def started_from(self) -> tuple[Record, ...]:
@@ -187,7 +188,7 @@ class TrainerSession:
             with start_private(*given) as run:
                 self._ledger = self.together.by_first(lambda: read_ledger(self.files.ledger))
                 self._name = self._ledger.sessions[0].name
-                self.run, self._keeper = run, NoiseKeeper(run)
+                self.run, self._keeper, run.coarse_told = run, NoiseKeeper(run), self.coarse_told
                 run.starts.known = True  # asked for, or refused, by ``starts_from``
                 yield None if self.resumed is None else str(self.resumed.path)
                 if writes:

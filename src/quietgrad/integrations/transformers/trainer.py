@@ -197,6 +197,7 @@ class PrivateTrainer(LookingTrainer):
         keep_unpacked(model)
         if self.accelerator.mixed_precision != "no" and not self.plan.data_are_public:
             warn_of_half_precision("args.bf16=True", "bf16=False")
+            self._session.coarse_told = True
         self._look_first()
         return held
 

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from quietgrad.checks import listed, warn_of_half_precision
+from quietgrad.clipping.clipped_sum import ClippedSum
 from quietgrad.clipping.norms.coarseness import is_coarse, roundoff_of
 from quietgrad.distributed.team import Team
 from quietgrad.generators import KeyedByStep
@@ -23,7 +24,12 @@ from quietgrad.plan.session.trained import Starts
 
 
 class DrawsForModels(BoundToProcess):
-    """A run's seeds of the process's generators."""
+    """A run's seeds of the process's generators.
+
+    Attributes:
+        coarse_told: whether it was said that half precision takes part: once, by a door that knows
+            the setting, or by the run.
+    """
 
     _plan: Planned
     _session: NoiseSession
@@ -35,6 +41,7 @@ class DrawsForModels(BoundToProcess):
         super().__init__()
         self._model_draws, self._loop_draws = KeyedByStep(), KeyedByStep()
         self._stepping = Stepping()
+        self.coarse_told = False
 
     def model_seed(self) -> int:
         """What ``clip`` seeds torch's, numpy's and Python's generators with for the next release,
@@ -84,7 +91,20 @@ class DrawsForModels(BoundToProcess):
         if self.starts.met(model):
             self._stepping.met(p for p in model.parameters() if p.requires_grad)
             if not self._plan.data_are_public:
-                _warn_of_weights(model)
+                self.coarse_told |= _warn_of_weights(model)
+
+    def _tell_coarse(self, clipped: ClippedSum) -> None:
+        """Before the first sum is released that half precision took part in, as under a loop's own
+        autocast.
+        """
+        coarse = max(clipped.private.least_times, default=1.0) > 1.0
+        if coarse and not self.coarse_told and not self._plan.data_are_public:
+            self.coarse_told = True
+            warn_of_half_precision(
+                "a step that half precision takes part in (torch.autocast, or products of float32 "
+                "that torch.set_float32_matmul_precision reduces)",
+                "float32 throughout",
+            )
 
     def _over(self) -> None:
         """Nothing more is released."""
@@ -92,17 +112,19 @@ class DrawsForModels(BoundToProcess):
         self._stepping.over()
 
 
-def _warn_of_weights(model: nn.Module) -> None:
-    """Of weights in half precision, as many checkpoints come, whatever autocast and Trainers say.
+def _warn_of_weights(model: nn.Module) -> bool:
+    """Of weights in half precision, as many checkpoints come, whatever autocast and Trainers say;
+    whether there are any.
     In float16 AdamW's eps is 0, and so are most second moments: the weights would be lost, and with
     them what was spent.
     """
     narrow = [p for p in model.parameters() if is_coarse(roundoff_of([p.dtype]))]
     if not narrow:
-        return
+        return False
     kinds = listed(sorted({str(p.dtype) for p in narrow}), "and")
     lost = any(p.requires_grad and p.dtype == torch.float16 for p in narrow)
     warn_of_half_precision(
         f"a model with weights of {kinds}{' (what AdamW makes NaN)' * lost}",
         "model.float(), or dtype=torch.float32 where it is loaded,",
     )
+    return True
