@@ -179,7 +179,7 @@ def looked_at(subject: Any, records: Any) -> tuple[object, ...]:
 
     test = os.environ.get("PYTEST_CURRENT_TEST", "")
     return (
-        test if re.search("half|b?float16|bf16|autocast|precision|door", test) else "",
+        object() if re.search("half|b?float16|bf16|autocast|precision|door", test) else "",
         str(subject.model),
         tuple(settings_of(module) for module in subject.model.modules()),
         name_of(subject.per_example_loss),
