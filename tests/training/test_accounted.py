@@ -137,7 +137,8 @@ def test_no_file_that_is_released_is_as_old_as_the_first_run(
 
     def long_ago(self: ComparisonRunner, *given: Any, **more: Any) -> Any:
         for file in folder.rglob("*"):
-            os.utime(file, (0, 0))
+            if file != RunDir(folder).trials:  # which is not released, and watched
+                os.utime(file, (0, 0))
         return fit(self, *given, **more)
 
     monkeypatch.setattr(ComparisonRunner, "fit", long_ago)
