@@ -230,12 +230,12 @@ longer = pytest.mark.skipif(
 @pytest.mark.parametrize(("sigma", "steps"), [(20.0, 1000), (50.0, 20_000), (0.7, 3)])
 def test_errors_of_the_transforms_do_not_decide_at_a_tiny_delta(sigma, steps):
     """Of many steps alike dp-accounting's transforms err by up to 1e-12: made again in long
-    doubles. Of a small rate no epsilon was left there. How tight it is differs by processor, from
-    0.2 to 0.5 per cent.
+    doubles. Of a small rate no epsilon was left there. On some processors none of the errors
+    is negative, and nothing shows them.
     """
     found = epsilon(PoissonGaussian(sigma, 1.0, steps), 1e-12)
     mu = math.sqrt(steps) / sigma
-    assert gaussian_delta(found, mu) <= 1e-12 <= gaussian_delta(found * 0.99, mu)
+    assert gaussian_delta(found, mu) <= 1e-12 <= gaussian_delta(found * 0.998, mu)
     of_few = epsilon(PoissonGaussian(1.0, 1e-4, 1200), 1e-12)  # infinity before
     assert epsilon(PoissonGaussian(1.0, 1e-4, 1200), 1e-11) < of_few < 0.11
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import warnings
 from typing import Any
 
@@ -24,11 +25,11 @@ def autocast_inside(model: Any, batch: Tensor) -> Tensor:
 
 
 def released(model: nn.Module, public: bool = False, of: Any = loss) -> None:
-    """Two releases of 20 records."""
+    """Five releases of 20 records."""
     dtype = next(model.parameters()).dtype
     records = torch.randn(20, 4).to(dtype)
     config = PrivacyConfig(
-        noise_multiplier=1.0, expected_batch_size=10, steps=2, data_are_public=public
+        noise_multiplier=1.0, expected_batch_size=10, steps=5, data_are_public=public
     )
     plan = config.build(dataset_size=20)
     with plan.start() as run:
@@ -72,6 +73,23 @@ def test_a_loops_own_autocast_is_said_to_be_coarse_once(step: Any) -> None:
     with pytest.warns(RoundingWarning, match=r"torch\.autocast.* rounds coarsely") as found:
         step(nn.Linear(4, 2))
     assert len(found) == 1
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_when_autocast_is_told_says_of_no_batch_that_it_was_empty(seed: int) -> None:
+    """Before: at the first batch with records."""
+    drawn = hashlib.sha256(bytes([seed])).hexdigest()
+    config = PrivacyConfig(noise_multiplier=1.0, expected_batch_size=2, steps=22, seed=drawn)
+    told, empty = [], []
+    model, records = nn.Linear(4, 2), torch.randn(20, 4)
+    with config.build(dataset_size=20).start() as run:
+        for indices in run.batches():
+            empty.append(not len(indices))
+            with warnings.catch_warnings(record=True) as found:
+                warnings.simplefilter("always")
+                run.backward(model, autocast_inside, records[indices])
+            told.append(any(one.category is RoundingWarning for one in found))
+    assert any(empty) and told.index(True) == 19 and sum(told) == 1
 
 
 def test_of_float32_and_of_public_records_nothing_is_said() -> None:

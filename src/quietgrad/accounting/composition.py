@@ -245,13 +245,20 @@ def _compose_direction(
     atoms: list[Atoms], phases: tuple[PoissonGaussian, ...], interval: float, truncation: float
 ) -> ComposedLoss:
     ways: list[tuple[int, Array, float]] = []
+    # What errors may come to where none is negative, so that no entry shows them: too large by
+    # them all, a tail is still an upper bound.
+    hidden = 0.0
     if len(phases) == 1:
-        ways += _self_composed(atoms[0], phases[0].compositions, interval, truncation)
-    if not ways or _error_of(ways[0][1]) > WORTH_IT * truncation:
+        n = phases[0].compositions
+        ways += _self_composed(atoms[0], n, interval, truncation)
+        hidden = n * 2.0**-52 if ways and n > 1 else 0.0
+    if not ways or max(hidden, _error_of(ways[0][1])) > WORTH_IT * truncation:
         times = [p.compositions for p in phases]
         ways.append(composed_sum(atoms, times, interval, len(phases) * truncation))
     # Each is an upper bound; the second may be the worse where a platform has no longer double.
-    first, probabilities, infinity = min(ways, key=lambda way: way[2] + _error_of(way[1]))
+    off = [infinity + _error_of(probabilities) for _, probabilities, infinity in ways]
+    off[0] = max(off[0], hidden)
+    first, probabilities, infinity = ways[off.index(min(off))]
     error = _error_of(probabilities)
     losses: Array = (first + np.arange(probabilities.size, dtype=np.float64)) * interval
     return ComposedLoss(losses, np.maximum(probabilities, 0.0), min(1.0, infinity + error))

@@ -150,7 +150,7 @@ class ComparisonRunner:
         average = ExponentialAverage(self.model, decay) if decay else None
         loss = prepared.loss()
         with plan.start() as private:
-            private.coarse_told = config.training.precision != "float32"  # ``prepare``
+            private.coarse_told = config.training.precision != "float32"  # by ``prepare``
             if guard_on_public:
                 guard_on_public_records(prepared, private, self.model, loss, self.caches["train"])
             for step, indices in enumerate(private.batches()):

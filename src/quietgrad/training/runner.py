@@ -133,7 +133,7 @@ def train(
         if prepared.plan is not None:
             together.by_first(lambda: require_counted(run_dir, restored))
             private = start_private(prepared.plan, run_dir, resume, together, prepared.started_from)
-            private.coarse_told = prepared.config.training.precision != "float32"  # ``prepare``
+            private.coarse_told = prepared.config.training.precision != "float32"  # by ``prepare``
             stack.enter_context(private)
             # Releases beyond the checkpoint are spent: training goes on at the next number.
             restored.say_what_is_lost(private.released, say)

@@ -22,6 +22,9 @@ from quietgrad.plan.session.noise_session import NoiseSession
 from quietgrad.plan.session.stepping import Stepping
 from quietgrad.plan.session.trained import Starts
 
+# Records that are expected, of which there are none with probability exp(-40).
+SURELY_SOME = 40.0
+
 
 class DrawsForModels(BoundToProcess):
     """A run's seeds of the process's generators.
@@ -42,6 +45,7 @@ class DrawsForModels(BoundToProcess):
         self._model_draws, self._loop_draws = KeyedByStep(), KeyedByStep()
         self._stepping = Stepping()
         self.coarse_told = False
+        self._coarse, self._expected = False, 0.0
 
     def model_seed(self) -> int:
         """What ``clip`` seeds torch's, numpy's and Python's generators with for the next release,
@@ -94,11 +98,16 @@ class DrawsForModels(BoundToProcess):
                 self.coarse_told |= _warn_of_weights(model)
 
     def _tell_coarse(self, clipped: ClippedSum) -> None:
-        """Before the first sum is released that half precision took part in, as under a loop's own
-        autocast.
+        """Where half precision took part in a sum, as under a loop's own autocast: before the first
+        release is made by which so many records are expected that there were some for certain. An
+        empty batch has no precision, and when it is told must not say that there was one.
         """
-        coarse = max(clipped.private.least_times, default=1.0) > 1.0
-        if coarse and not self.coarse_told and not self._plan.data_are_public:
+        if self.coarse_told or self._plan.data_are_public:
+            return
+        self._coarse |= max(clipped.private.least_times, default=1.0) > 1.0
+        size = self._plan.batch_size_at(self._plan.at(self._released))
+        self._expected += size / self._team.size
+        if self._coarse and self._expected >= SURELY_SOME:
             self.coarse_told = True
             warn_of_half_precision(
                 "a step that half precision takes part in (torch.autocast, or products of float32 "
