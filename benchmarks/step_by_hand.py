@@ -133,9 +133,8 @@ def scale_and_shift(one: Kept) -> tuple[Tensor, Tensor]:
     """[b, d] gradients of a layer norm's parameters."""
     layer = one.layer
     assert isinstance(layer, nn.LayerNorm)
-    normalised = torch.native_layer_norm(one.given, layer.normalized_shape, None, None, layer.eps)[
-        0
-    ]
+    shape, eps = layer.normalized_shape, layer.eps
+    normalised, _, _ = torch.native_layer_norm(one.given, shape, None, None, eps)
     return normalised.mul_(one.gradient).sum(1), one.gradient.sum(1)
 
 

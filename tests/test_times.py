@@ -64,6 +64,7 @@ def test_a_slow_machine_runs_the_quick_tests(tmp_path: Path) -> None:
     names = machine.sample_of(times)
     assert len(names) >= machine.TRIED
     assert len({name.split("/")[1] for name in names}) > 5  # rooms
+    assert machine.still_there([*names[:2], f"{names[0]}_that_is_gone"]) == names[:2]
     # The first of a file made what the others use, which are run alone here.
     here = {name: 3.0 * times[name] for name in names} | {names[0]: 60.0, names[1]: 50.0}
     assert abs(machine.slower_by(times, here) - 3.0) < 1e-9
