@@ -171,7 +171,7 @@ def test_no_activation_is_held_once_spreads_are_found(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(one_example, "Spreads", noted)
     gradients_and_spreads(*work_and_example(Parallel(), torch.randn(1, 5, 4)))
-    assert made and all(one._before is None and not one._waiting for one in made)
+    assert made and all(not one.row_watch._before and not one._waiting for one in made)
 
 
 class Twice(nn.Module):

@@ -26,6 +26,7 @@ from quietgrad.clipping.capture.escapes import (
 from quietgrad.clipping.capture.layout import Layout
 from quietgrad.clipping.capture.layout.modules import modules_of
 from quietgrad.clipping.capture.routines.opening import routines_opened
+from quietgrad.clipping.capture.row_norms import RowWatch
 from quietgrad.clipping.capture.spread import others_left_alone
 from quietgrad.tensors import Batch, batch_size_of
 
@@ -71,12 +72,13 @@ def forward_captured(
     receive: Receiver | None,
     reentrant: bool,
     switch_off: bool = True,
-    lenient: bool = False,
+    row_watch: RowWatch | None = None,
 ) -> Iterator[tuple[Tensor, Recording]]:
     """Runs the forward pass; the hooks stay for the backward passes inside the block.
 
     Under reentrant checkpointing parameters are switched off, unless ``switch_off`` is False and
-    their own gradients are wanted too. ``lenient``: calls that cannot be captured are left out.
+    their own gradients are wanted too. ``row_watch``: those alone are clipped, and what is captured
+    is beside them (``Recording.row_watch``).
 
     Yields:
         ([examples] losses, the recording).
@@ -90,8 +92,8 @@ def forward_captured(
             stack.enter_context(_switched_off(layout))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(uncompiled(model))
-        recording = stack.enter_context(captured(layout, n, receive, reentrant, lenient))
-        if not lenient:
+        recording = stack.enter_context(captured(layout, n, receive, reentrant, row_watch))
+        if row_watch is None:
             stack.enter_context(routines_opened(layout, n, recording))
         try:
             losses = per_example_loss(model, batch)

@@ -28,6 +28,7 @@ from quietgrad.clipping.capture.call_shapes import (
 )
 from quietgrad.clipping.capture.escapes import NotCaptured, gradients_of_its_own
 from quietgrad.clipping.capture.layout import Layout, SharedInputs, Site
+from quietgrad.clipping.capture.row_norms import RowWatch, row_hook, watches_rows
 from quietgrad.clipping.capture.spread import Spread, put_inside
 from quietgrad.clipping.capture.units import first_dimension
 from quietgrad.clipping.norms.rules import kept_input
@@ -83,8 +84,8 @@ class Recording:
         hidden: names of the modules that were called without a graph in the forward pass.
         opened: names of the modules whose last call was captured map by map (``routines``).
         paused: True while a module is called by the library itself.
-        lenient: calls that cannot be captured are left out, and nothing that runs is changed:
-            gradients are autograd's, and what is captured is for their spreads alone.
+        row_watch: told of linear layers' calls. What is captured is for spreads of autograd's own
+            gradients: calls that cannot be are left out, and nothing that runs is changed.
     """
 
     root: Tensor
@@ -97,7 +98,7 @@ class Recording:
     hidden: set[str] = field(default_factory=set)
     opened: set[str] = field(default_factory=set)
     paused: bool = False
-    lenient: bool = False
+    row_watch: RowWatch | None = None
 
     def note_call(self, site: Site) -> None:
         """Counts a call of the forward pass."""
@@ -129,9 +130,9 @@ class Call:
 
     def deliver(self, inputs: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
         if self.recording.in_forward:
-            if self.recording.lenient:
-                return
-            raise gradients_of_its_own(self.site)
+            if self.recording.row_watch is None:
+                raise gradients_of_its_own(self.site)
+            return
         each = zip(self.output_positions, gradients, strict=True)
         at_outputs = {place: g for place, g in each if g is not None}
         if self.recording.receive is None or not at_outputs:
@@ -167,7 +168,7 @@ class Identity(torch.autograd.Function):
         try:
             inputs = ctx.saved_tensors
         except RuntimeError as error:  # written into since: the module may not need them any more
-            if not call.recording.lenient or "inplace" not in str(error):
+            if call.recording.row_watch is None or "inplace" not in str(error):
                 raise
         else:
             gradients = tuple(in_rows(gradient) for gradient in gradients)
@@ -181,7 +182,7 @@ def captured(
     batch_size: int,
     receive: Receiver | None,
     attach_all: bool = False,
-    lenient: bool = False,
+    row_watch: RowWatch | None = None,
 ) -> Iterator[Recording]:
     """Forward and backward passes inside the block deliver every call of the layout's modules to
     ``receive``.
@@ -196,13 +197,16 @@ def captured(
     """
     device = next(iter(layout.parameters.values())).device
     root = torch.zeros((), device=device, requires_grad=True)
-    recording = Recording(root, receive, layout.spread, attach_all=attach_all, lenient=lenient)
+    recording = Recording(root, receive, layout.spread, attach_all=attach_all, row_watch=row_watch)
     handles: list[torch.utils.hooks.RemovableHandle] = []
     try:
         for site in layout.sites:
-            expand = _expander(site, recording, batch_size, layout.shared)
             record = _recorder(site, recording, batch_size, layout.shared)
-            handles.append(site.module.register_forward_pre_hook(expand, with_kwargs=True))
+            if row_watch is None:
+                expand = _expander(site, recording, batch_size, layout.shared)
+                handles.append(site.module.register_forward_pre_hook(expand, with_kwargs=True))
+            elif watches_rows(site, layout):
+                record = row_hook(site, recording, batch_size, record)
             # A rule is of what the module itself returns, before hooks change it; other modules run
             # again with their hooks, and what is cut is given its layout by one.
             first = site.rule is not None and layout.cut is None
@@ -260,7 +264,7 @@ def _expander(
     def expand(
         module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        if is_off(recording) or recording.lenient:
+        if is_off(recording):
             return None
         require_not_nested(site, (*args, *kwargs.values()))
         if batch_size == 1 or not site.unit.examples_first(module, args):
@@ -290,9 +294,9 @@ def _recorder(
         try:
             return attached(args, kwargs, output)
         except NotCaptured:
-            if not recording.lenient:
+            if recording.row_watch is None:
                 raise
-            return None
+        return None
 
     def attached(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         if is_off(recording):
@@ -310,7 +314,7 @@ def _recorder(
         if site.rule is not None:
             require_examples_first(site, args, kwargs, batch_size)
         else:
-            expanded = None if recording.lenient else recording.expanded
+            expanded = recording.expanded if recording.row_watch is None else None
             give_outputs_examples(site, outputs, positions, batch_size, expanded)
         leaves, spec = _flattened(args, kwargs)
         places = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
@@ -318,10 +322,10 @@ def _recorder(
         if recording.spread is not None:
             inputs = [recording.spread.lasting(x) for x in inputs]
         common = shared.places(site.name, leaves, spec, batch_size) if site.rule is None else NONE
-        leaves = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        others = tuple(None if isinstance(leaf, Tensor) else leaf for leaf in leaves)
         recording.note_call(site)
         cast = None if site.rule is not None else Autocast.now(recording.root.device)
-        call = Call(site, recording, tuple(leaves), places, spec, positions, common, cast)
+        call = Call(site, recording, others, places, spec, positions, common, cast)
         for i, attached in zip(
             positions,
             Identity.apply(call, inputs, recording.root, *(outputs[i] for i in positions)),

@@ -162,7 +162,7 @@ def gradients_and_spreads(
             spreads.receive,
             reentrant,
             switch_off=False,
-            lenient=True,
+            row_watch=spreads.row_watch,
         )
         with passes as (losses, recording):
             spreads.recording = recording
