@@ -138,6 +138,7 @@ def _result_of(x: Any, output: Any, batch_size: int) -> Any:
     if x.dim() < 2 or x.shape[0] != batch_size or output.shape[:-1] != x.shape[:-1]:
         return None
     result = output._base if output._is_view() else output
-    if result is None or result.numel() != output.numel() or result.grad_fn is None:
+    if result is None or result.grad_fn is None or not output.is_contiguous():
         return None
-    return result
+    whole = result.numel() == output.numel() and result.shape[-1] == output.shape[-1]
+    return result if whole else None
