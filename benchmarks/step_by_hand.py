@@ -1,6 +1,6 @@
 """How little exact clipping can cost: a step written by hand for one model, beside the library's.
 
-    python benchmarks/step_by_hand.py [--repeats 7] [--regimes bert-32 llama-512 ...] [--check]
+    python benchmarks/step_by_hand.py [--repeats 7] [--launches 3] [--regimes bert-32 ...] [--check]
 
 Two steps, both of autograd and a few products alone: no bounds on rounding, no guard, no records
 that are padded, no user's hooks, nothing that is found out about a model.
@@ -12,7 +12,9 @@ that are padded, no user's hooks, nothing that is found out about a model.
 What they take over the step without privacy is what the arithmetic asks of this machine; what the
 library takes over the faster of them is what soundness and generality cost. Models, batches and the
 way of timing are those of clipping_peers.py, whose planner's choice of micro-batch the second step
-takes over (--parts). ``--check`` compares the clipped sums with the library's. Writes
+takes over (--parts). Two processes of the same code differ by several per cent for as long as they
+live: all are launched anew several times, and medians are those of the launches' medians.
+``--check`` compares the clipped sums with the library's. Writes
 benchmarks/results/step_by_hand.json, regime by regime.
 """
 
@@ -23,6 +25,7 @@ import contextlib
 import json
 import os
 import platform
+import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -197,11 +200,42 @@ def check(regime: str, parts: int) -> None:
             raise SystemExit("a step by hand that computes something else is no limit")
 
 
+def launched(regime: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    """``measure_time`` of new processes."""
+    return measure_time(
+        regime,
+        methods_of(regime),
+        arguments.repeats,
+        lambda regime, method: Worker(
+            regime, method, Path(__file__), options=["--parts", str(arguments.parts)]
+        ),
+    )
+
+
+def of_launches(each: list[dict[str, Any]]) -> dict[str, Any]:
+    """Medians over launches, and the range over all rounds."""
+    methods = {}
+    for method in each[0]["methods"]:
+        ratios = [one["methods"][method]["time_ratio"] for one in each]
+        medians = [ratio["median"] for ratio in ratios]
+        methods[method] = {
+            "time_ratio": {
+                "median": statistics.median(medians),
+                "min": min(ratio["min"] for ratio in ratios),
+                "max": max(ratio["max"] for ratio in ratios),
+            },
+            "medians_of_launches": medians,
+        }
+    plain = statistics.median(one["seconds_non_private"] for one in each)
+    return {"seconds_non_private": plain, "methods": methods}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--repeats", type=int, default=7, help="rounds")
+    parser.add_argument("--repeats", type=int, default=7, help="rounds of a launch")
+    parser.add_argument("--launches", type=int, default=3, help="of all processes")
     parser.add_argument("--regimes", nargs="+", default=REGIMES, help="of clipping_peers.py")
     parser.add_argument("--parts", type=int, default=2, help="micro-batches of the step together")
     parser.add_argument("--check", action="store_true", help="compare sums, time nothing")
@@ -230,13 +264,9 @@ def main() -> None:
             "load_at_start": os.getloadavg()[0],
             "environment": environment,
             "repeats": arguments.repeats,
+            "launches": arguments.launches,
         }
-        found |= measure_time(
-            regime,
-            methods_of(regime),
-            arguments.repeats,
-            lambda regime, method: Worker(regime, method, Path(__file__)),
-        )
+        found |= of_launches([launched(regime, arguments) for _ in range(arguments.launches)])
         record["regimes"][regime] = found
         for method, row in found["methods"].items():
             ratio = row["time_ratio"]

@@ -12,7 +12,7 @@ import select
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +30,9 @@ class Worker:
         method: str,
         script: Path,
         environment: dict[str, str] | None = None,
+        options: Sequence[str] = (),
     ) -> None:
-        command = [sys.executable, str(script), "--worker", regime, method]
+        command = [sys.executable, str(script), "--worker", regime, method, *options]
         self.process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,

@@ -2,15 +2,17 @@
 change cost time?
 
     git worktree add ../before COMMIT
-    python benchmarks/two_commits.py ../before [--rounds 25] [--regimes bert-32 ...] [--methods
-    quietgrad quietgrad-hutch]
+    python benchmarks/two_commits.py ../before [--rounds 25] [--launches 3] [--regimes bert-32 ...]
+                                     [--methods quietgrad quietgrad-hutch]
                                      [--output benchmarks/results/two_commits.json]
 
 Both sides run ``benchmarks/clipping_peers.py`` of their own checkout with their own sources, each
 in a process that lives through all rounds. A round takes one step of each, and of the non-private
 step, in an order drawn anew. Reported are ratios to the non-private step of the same round, and the
-paired ratio of the two sides: medians and quartiles over rounds. Regimes and methods are those of
-``clipping_peers.py``.
+paired ratio of the two sides: medians and quartiles over rounds. Two processes of the same code
+differ by several per cent for as long as they live, by where their memory happens to lie: so all
+three are launched anew several times, and the difference is the median over launches. Regimes and
+methods are those of ``clipping_peers.py``.
 """
 
 from __future__ import annotations
@@ -53,8 +55,34 @@ def commit_of(checkout: Path) -> str:
     return done.stdout.strip()
 
 
-def measure(before: Path, regime: str, method: str, rounds: int) -> dict[str, Any]:
-    """Medians and quartiles over rounds of one step each."""
+def measure(before: Path, regime: str, method: str, rounds: int, launches: int) -> dict[str, Any]:
+    """Of several launches: quartiles over all their rounds, and the median difference."""
+    each = [launched(before, regime, method, rounds) for _ in range(launches)]
+    differences = [difference_of_medians(one) for one in each]
+    base, old, new = (
+        [taken for one in each for taken in one[name]] for name in ("non-private", "before", "now")
+    )
+    return {
+        "rounds": rounds,
+        "launches": launches,
+        "seconds_non_private": statistics.median(base),
+        "before": quartiles([b / a for a, b in zip(base, old)]),
+        "now": quartiles([b / a for a, b in zip(base, new)]),
+        "now_over_before": quartiles([b / a for a, b in zip(old, new)]),
+        "difference_of_medians": statistics.median(differences),
+        "differences_of_launches": [round(one, 4) for one in differences],
+        "load_at_end": round(os.getloadavg()[0], 2),
+    }
+
+
+def difference_of_medians(seconds: dict[str, list[float]]) -> float:
+    """In steps without privacy."""
+    base, old, new = (statistics.median(seconds[name]) for name in ("non-private", "before", "now"))
+    return (new - old) / base
+
+
+def launched(before: Path, regime: str, method: str, rounds: int) -> dict[str, list[float]]:
+    """Seconds of a step each, round by round, of three new processes."""
     workers = {
         "non-private": side(HERE, regime, "non-private"),
         "before": side(before, regime, method),
@@ -75,17 +103,7 @@ def measure(before: Path, regime: str, method: str, rounds: int) -> dict[str, An
     finally:
         for worker in workers.values():
             worker.end()
-    base, old, new = seconds["non-private"], seconds["before"], seconds["now"]
-    return {
-        "rounds": rounds,
-        "seconds_non_private": statistics.median(base),
-        "before": quartiles([b / a for a, b in zip(base, old)]),
-        "now": quartiles([b / a for a, b in zip(base, new)]),
-        "now_over_before": quartiles([b / a for a, b in zip(old, new)]),
-        "difference_of_medians": (statistics.median(new) - statistics.median(old))
-        / statistics.median(base),
-        "load_at_end": round(os.getloadavg()[0], 2),
-    }
+    return seconds
 
 
 def quartiles(values: list[float]) -> dict[str, float]:
@@ -98,7 +116,8 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("before", type=Path, help="another checkout")
-    parser.add_argument("--rounds", type=int, default=25)
+    parser.add_argument("--rounds", type=int, default=25, help="of a launch")
+    parser.add_argument("--launches", type=int, default=3)
     parser.add_argument("--regimes", nargs="+", default=list(REGIMES), choices=list(REGIMES))
     parser.add_argument("--methods", nargs="+", default=["quietgrad", "quietgrad-hutch"])
     parser.add_argument("--output", type=Path, default=HERE / "benchmarks/results/two_commits.json")
@@ -117,7 +136,7 @@ def main() -> None:
     }
     for regime in arguments.regimes:
         for method in arguments.methods:
-            entry = measure(before, regime, method, arguments.rounds)
+            entry = measure(before, regime, method, arguments.rounds, arguments.launches)
             report["regimes"].setdefault(regime, {})[method] = entry
             arguments.output.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
             old, new = entry["before"], entry["now"]
