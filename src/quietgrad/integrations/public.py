@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
+from quietgrad.integrations.contents import contents_shared
 from quietgrad.tensors import fields_of
 from quietgrad.training.tasks.records import spread
 
@@ -48,8 +49,10 @@ def _is_part_of(one: Any, other: Any) -> bool:
     with contextlib.suppress(Exception):  # what cannot be read fails where it is needed
         if np.isin(_places(one), _places(other)).any():
             return True
-    with contextlib.suppress(Exception):
-        return _objects_shared(one, other) or _texts_shared(one, other) or _rows_equal(one, other)
+    for found in (_objects_shared, _texts_shared, _rows_equal, contents_shared):
+        with contextlib.suppress(Exception):
+            if found(one, other):
+                return True
     return False
 
 

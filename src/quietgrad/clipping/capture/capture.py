@@ -206,7 +206,7 @@ def captured(
                 expand = _expander(site, recording, batch_size, layout.shared)
                 handles.append(site.module.register_forward_pre_hook(expand, with_kwargs=True))
             elif watches_rows(site, layout):
-                record = row_hook(site, recording, batch_size, record)
+                record = row_hook(site, row_watch, recording, batch_size, record)
             # A rule is of what the module itself returns, before hooks change it; other modules run
             # again with their hooks, and what is cut is given its layout by one.
             first = site.rule is not None and layout.cut is None

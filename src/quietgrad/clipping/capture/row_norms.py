@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -19,9 +19,6 @@ from quietgrad.clipping.capture.call_shapes import in_rows
 from quietgrad.clipping.capture.layout import Layout, Site
 from quietgrad.clipping.norms.factors.rows import is_same
 from quietgrad.clipping.norms.rules import linear_rule, transposed_linear_rule
-
-if TYPE_CHECKING:
-    from quietgrad.clipping.capture.capture import Recording
 
 WIDE = (torch.float32, torch.float64)
 
@@ -35,6 +32,13 @@ class RowNorms(NamedTuple):
     of_inputs: Tensor
     of_gradients: Tensor
     longest: int
+
+
+class Pass(Protocol):
+    """Of ``capture.Recording``."""
+
+    in_forward: bool
+    paused: bool
 
 
 Hook = Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Any], Any]
@@ -85,17 +89,18 @@ def watches_rows(site: Site, layout: Layout) -> bool:
 _AFFINE = (linear_rule, transposed_linear_rule)
 
 
-def row_hook(site: Site, recording: Recording, batch_size: int, otherwise: Hook) -> Hook:
+def row_hook(
+    site: Site, watch: RowWatch, recording: Pass, batch_size: int, otherwise: Hook
+) -> Hook:
     """A forward hook that runs before all others of its module.
 
     Args:
         site: ``watches_rows``.
-        recording: of the pass, with a ``row_watch``.
+        watch: told what is found.
+        recording: of the pass.
         batch_size: rows of the batch.
         otherwise: the hook for calls that are not of one ordinary tensor.
     """
-    watch = recording.row_watch
-    assert watch is not None
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         result = None
