@@ -437,7 +437,10 @@ def test_what_all_runs_began_with_is_told(
     again = ("--set", f"training.run_dir={folder}")
     code, out, err = quietgrad("train", folder / "config.toml", *again)
     assert code == 2 and "already holds a run" in " ".join(err.split())
-    assert "its epsilon and delta add to the choice's (" in " ".join(out.split())
+    adds = "its epsilon and delta add to the choice's ("
+    assert adds in " ".join(out.split())
+    code, out, err = quietgrad("plan", folder / "config.toml")
+    assert code == 0 and adds in " ".join((out + err).replace("│", " ").split())
 
 
 def test_a_search_is_refused(quietgrad: Any, write: Write) -> None:
