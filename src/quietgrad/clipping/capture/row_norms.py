@@ -8,20 +8,18 @@ Shape legend: b rows of the batch, t positions, p outputs, d inputs.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode
 
-from quietgrad.clipping.capture.call_shapes import in_rows
 from quietgrad.clipping.capture.layout import Layout, Site
 from quietgrad.clipping.norms.factors.rows import is_same
 from quietgrad.clipping.norms.rules import linear_rule, transposed_linear_rule
-
-if TYPE_CHECKING:
-    from quietgrad.clipping.capture.capture import Recording
 
 WIDE = (torch.float32, torch.float64)
 
@@ -64,7 +62,11 @@ class RowWatch:
             if is_same(known.factor, known.version, factor_btn):
                 self._before.append(self._before.pop(place))
                 return known.norms
-        found = torch.linalg.vector_norm(factor_btn, dim=2)
+        # Selective checkpointing counts operations, and what is known may not be known again when
+        # the layers run again: no mode sees this one.
+        unseen = _get_current_dispatch_mode() is not None
+        with _disable_current_modes() if unseen else contextlib.nullcontext():
+            found = torch.linalg.vector_norm(factor_btn, dim=2)
         self._before = [
             *self._before[1 - REMEMBERED :],
             _Before(factor_btn, factor_btn._version, found),
@@ -76,6 +78,14 @@ class RowWatch:
         self._before = []
 
 
+class Pass(Protocol):
+    """What of a recording is read, which ``capture`` describes."""
+
+    paused: bool
+    in_forward: bool
+    row_watch: RowWatch | None
+
+
 def watches_rows(site: Site, layout: Layout) -> bool:
     """Whether a module's calls may be watched so."""
     whole = layout.spread is None and layout.cut is None
@@ -85,7 +95,7 @@ def watches_rows(site: Site, layout: Layout) -> bool:
 _AFFINE = (linear_rule, transposed_linear_rule)
 
 
-def row_hook(site: Site, recording: Recording, batch_size: int, otherwise: Hook) -> Hook:
+def row_hook(site: Site, recording: Pass, batch_size: int, otherwise: Hook) -> Hook:
     """A forward hook that runs before all others of its module.
 
     Args:
@@ -107,18 +117,15 @@ def row_hook(site: Site, recording: Recording, batch_size: int, otherwise: Hook)
         of_inputs = watch.norms_of(args[0].detach().reshape(b, -1, d))
         place = result.output_nr
 
-        def arrived(gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...] | None:
-            if gradients[place] is None or recording.in_forward:
-                return None
-            gradient = in_rows(gradients[place])
-            assert gradient is not None
-            of_gradients = torch.linalg.vector_norm(gradient.reshape(b, -1, p), dim=2)
-            watch.take(site, RowNorms(of_inputs, of_gradients, max(p, d)))
-            if gradient is gradients[place]:
-                return None
-            return (*gradients[:place], gradient, *gradients[place + 1 :])
+        def arrived(_: tuple[Tensor | None, ...], gradients: tuple[Tensor | None, ...]) -> None:
+            gradient = gradients[place]
+            if gradient is not None and not recording.in_forward:
+                of_gradients = torch.linalg.vector_norm(gradient.reshape(b, -1, p), dim=2)
+                watch.take(site, RowNorms(of_inputs, of_gradients, max(p, d)))
 
-        result.grad_fn.register_prehook(arrived)
+        # After the node: of hooks that run before it, the user's may come later and change what
+        # arrives.
+        result.grad_fn.register_hook(arrived)
         return None
 
     return hook
@@ -133,7 +140,9 @@ def _result_of(x: Any, output: Any, batch_size: int) -> Any:
     """
     if type(x) is not Tensor or type(output) is not Tensor or x.dtype not in WIDE:
         return None
-    if x.dtype != output.dtype or x.is_nested or output.is_nested or not x.numel():
+    if x.dtype != output.dtype or x.is_nested or output.is_nested:
+        return None
+    if not x.numel() or not output.numel():
         return None
     if x.dim() < 2 or x.shape[0] != batch_size or output.shape[:-1] != x.shape[:-1]:
         return None
