@@ -4,6 +4,8 @@ a layer's input and output: what was captured with a node of the graph, the othe
 
 from __future__ import annotations
 
+import contextlib
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +13,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 from transformers.pytorch_utils import Conv1D
 
 from quietgrad.clipping import Clipper
@@ -81,6 +88,12 @@ def changed_behind(h: Tensor) -> Tensor:
     return h.tanh()
 
 
+def changed_at_its_node(h: Tensor) -> Tensor:
+    assert h.grad_fn is not None
+    h.grad_fn.register_prehook(lambda gradients: (64.0 * gradients[0],))
+    return h.tanh()
+
+
 def parts_written(h: Tensor) -> Tensor:
     h[..., 1].mul_(3.0)
     return torch.cat([h[..., 3:], h[..., :3]], -1)
@@ -94,6 +107,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "a part written over": lambda: Model(linear(), parts_written),
     "a hook on the output": lambda: Model(linear(), changed_behind),
     "a hook on the output, no bias": lambda: Model(linear(False), changed_behind),
+    "a hook on the output's node": lambda: Model(linear(), changed_at_its_node),
+    "a hook on the output's node, no bias": lambda: Model(linear(False), changed_at_its_node),
     "the other way round": lambda: Model(Conv1D(6, 4), torch.tanh),
     "by name": lambda: Named(linear(), torch.tanh),
     "double": lambda: Model(linear(), torch.tanh).double(),
@@ -198,6 +213,89 @@ def test_nothing_is_put_into_the_graph() -> None:
 
     spreads_of(model, X, loss)
     assert nodes and not [name for name in nodes if "Identity" in name]
+
+
+class Selective(nn.Module):
+    """A layer's input has been read before what is checkpointed begins."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.outside, self.one, self.two = nn.Linear(4, 6), nn.Linear(4, 6), nn.Linear(6, 6)
+        self.last = nn.Linear(6, 3)
+
+    def inside(self, x: Tensor) -> Tensor:
+        found: Tensor = self.two(self.one(x).tanh()).sin()
+        return found
+
+    def forward(self, x: Tensor) -> Tensor:
+        def keep_all(*_: Any, **__: Any) -> CheckpointPolicy:
+            return CheckpointPolicy.MUST_SAVE
+
+        outside = self.outside(x)
+        inside = checkpoint(
+            self.inside,
+            x,
+            use_reentrant=False,
+            context_fn=lambda: create_selective_checkpoint_contexts(keep_all),
+        )
+        found: Tensor = self.last((outside + inside).tanh())
+        return found
+
+
+def test_checkpointing_that_counts_operations_does_not_see_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found, _ = spreads_of(Selective(), X)
+    monkeypatch.setattr(capture, "watches_rows", lambda *_: False)
+    expected, _ = spreads_of(Selective(), X)
+    assert set(found) == set(expected)
+    for name, spread in expected.items():
+        torch.testing.assert_close(found[name], spread, rtol=1e-6, atol=0)
+
+
+class Widths(nn.Module):
+    """A layer without outputs beside another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        with pytest.warns(UserWarning, match="zero-element"):
+            self.none = nn.Linear(4, 0)
+        self.some = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([self.none(x), self.some(x)], -1)
+
+
+def test_a_layer_without_outputs_stops_nothing() -> None:
+    spreads, gradients = spreads_of(Widths(), X)
+    assert set(spreads) >= {"some.weight", "some.bias"}
+    assert set(gradients) == {"none.weight", "none.bias", "some.weight", "some.bias"}
+
+
+def test_no_activation_outlives_a_pass_that_fails() -> None:
+    torch.manual_seed(0)
+    held: list[StorageWeakRef] = []
+
+    def noted(h: Tensor) -> Tensor:
+        h = h.tanh()
+        held.append(StorageWeakRef(h.untyped_storage()))
+        return h
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        squares(model, x)
+        raise LookupError("of the user's")
+
+    model = Model(linear(), noted)
+    gc.collect()
+    gc.disable()
+    try:
+        with contextlib.suppress(LookupError):
+            spreads_of(model, X, loss)
+        assert [one.expired() for one in held] == [True]
+    finally:
+        gc.enable()
 
 
 def test_what_is_not_ordinary_is_captured_as_ever() -> None:

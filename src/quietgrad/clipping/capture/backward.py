@@ -95,6 +95,8 @@ def forward_captured(
         recording = stack.enter_context(captured(layout, n, receive, reentrant, row_watch))
         if row_watch is None:
             stack.enter_context(routines_opened(layout, n, recording))
+        else:  # also where the pass fails: no activation outlives it
+            stack.callback(row_watch.forget)
         try:
             losses = per_example_loss(model, batch)
         except torch.OutOfMemoryError:

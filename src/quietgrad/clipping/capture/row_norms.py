@@ -3,19 +3,22 @@ its product, while the processor's cache has it, and of the gradient at its outp
 uses it. Nothing of a call is kept, so that no node of the graph has to be made for it.
 
 What a spread needs of most matrices is no more (``engines.spreads``). Cost: one reading of each.
+Code that writes into an input between the passes where torch does not count it (``.data``) gives
+autograd other rows than those that were read.
 Shape legend: b rows of the batch, t positions, p outputs, d inputs.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode
 
-from quietgrad.clipping.capture.call_shapes import in_rows
 from quietgrad.clipping.capture.layout import Layout, Site
 from quietgrad.clipping.norms.factors.rows import is_same
 from quietgrad.clipping.norms.rules import linear_rule, transposed_linear_rule
@@ -32,13 +35,6 @@ class RowNorms(NamedTuple):
     of_inputs: Tensor
     of_gradients: Tensor
     longest: int
-
-
-class Pass(Protocol):
-    """Of ``capture.Recording``."""
-
-    in_forward: bool
-    paused: bool
 
 
 Hook = Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Any], Any]
@@ -68,7 +64,11 @@ class RowWatch:
             if is_same(known.factor, known.version, factor_btn):
                 self._before.append(self._before.pop(place))
                 return known.norms
-        found = torch.linalg.vector_norm(factor_btn, dim=2)
+        # Selective checkpointing counts operations, and what is known may not be known again when
+        # the layers run again: no mode sees this one.
+        unseen = _get_current_dispatch_mode() is not None
+        with _disable_current_modes() if unseen else contextlib.nullcontext():
+            found = torch.linalg.vector_norm(factor_btn, dim=2)
         self._before = [
             *self._before[1 - REMEMBERED :],
             _Before(factor_btn, factor_btn._version, found),
@@ -78,6 +78,13 @@ class RowWatch:
     def forget(self) -> None:
         """No activation outlives its pass."""
         self._before = []
+
+
+class Pass(Protocol):
+    """What of a recording is read, which ``capture`` describes."""
+
+    paused: bool
+    in_forward: bool
 
 
 def watches_rows(site: Site, layout: Layout) -> bool:
@@ -112,18 +119,15 @@ def row_hook(
         of_inputs = watch.norms_of(args[0].detach().reshape(b, -1, d))
         place = result.output_nr
 
-        def arrived(gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...] | None:
-            if gradients[place] is None or recording.in_forward:
-                return None
-            gradient = in_rows(gradients[place])
-            assert gradient is not None
-            of_gradients = torch.linalg.vector_norm(gradient.reshape(b, -1, p), dim=2)
-            watch.take(site, RowNorms(of_inputs, of_gradients, max(p, d)))
-            if gradient is gradients[place]:
-                return None
-            return (*gradients[:place], gradient, *gradients[place + 1 :])
+        def arrived(_: tuple[Tensor | None, ...], gradients: tuple[Tensor | None, ...]) -> None:
+            gradient = gradients[place]
+            if gradient is not None and not recording.in_forward:
+                of_gradients = torch.linalg.vector_norm(gradient.reshape(b, -1, p), dim=2)
+                watch.take(site, RowNorms(of_inputs, of_gradients, max(p, d)))
 
-        result.grad_fn.register_prehook(arrived)
+        # After the node: of hooks that run before it, the user's may come later and change what
+        # arrives.
+        result.grad_fn.register_hook(arrived)
         return None
 
     return hook
@@ -138,7 +142,9 @@ def _result_of(x: Any, output: Any, batch_size: int) -> Any:
     """
     if type(x) is not Tensor or type(output) is not Tensor or x.dtype not in WIDE:
         return None
-    if x.dtype != output.dtype or x.is_nested or output.is_nested or not x.numel():
+    if x.dtype != output.dtype or x.is_nested or output.is_nested:
+        return None
+    if not x.numel() or not output.numel():
         return None
     if x.dim() < 2 or x.shape[0] != batch_size or output.shape[:-1] != x.shape[:-1]:
         return None

@@ -92,9 +92,7 @@ class Spreads:
                 numbers = torch.stack([spread.plain, spread.terms.square()], dim=1).view(m, b, 2)
                 for (name, _), found in zip(some, numbers.mT, strict=True):
                     self._add(name, found)
-        # The recording holds on to this object: no activation may outlive the pass with it.
-        self._waiting = {}
-        self.row_watch.forget()
+        self._waiting = {}  # the recording holds on to this object
         return self._found
 
     def _take(self, name: str, spread: Tensor | Unsummed) -> None:
