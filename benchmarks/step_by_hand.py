@@ -214,6 +214,9 @@ def launched(regime: str, arguments: argparse.Namespace) -> dict[str, Any]:
 
 def of_launches(each: list[dict[str, Any]]) -> dict[str, Any]:
     """Medians over launches, and the range over all rounds."""
+    failed = [f"{method}: {why}" for one in each for method, why in one["failed"].items()]
+    if failed:
+        raise SystemExit("\n".join(failed))
     methods = {}
     for method in each[0]["methods"]:
         ratios = [one["methods"][method]["time_ratio"] for one in each]

@@ -14,12 +14,9 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
-from quietgrad.integrations.contents import contents_shared
+from quietgrad.integrations.contents import LETTERS, LOOKED_AT, contents_shared
 from quietgrad.tensors import fields_of
 from quietgrad.training.tasks.records import spread
-
-LOOKED_AT = 32
-TELLING = 20  # letters of a record that no other has by chance
 
 
 def refuse_private_evaluation(
@@ -127,7 +124,7 @@ def _texts_shared(one: Any, other: Any) -> bool:
         return False
     seen = set(zip(*(other[name][:] for name in texts), strict=True))
     looked = [tuple(one[int(i)][name] for name in texts) for i in spread(one, LOOKED_AT)]
-    telling = [row for row in looked if sum(len(text or "") for text in row) >= TELLING]
+    telling = [row for row in looked if sum(len(text or "") for text in row) >= LETTERS]
     return 2 * len(telling) >= len(looked) and all(row in seen for row in telling)
 
 

@@ -1,6 +1,6 @@
 """Lengths of the rows that a linear layer multiplies, taken as they come: of its input right after
-its product, while the processor's cache has it, and of the gradient at its output before autograd
-uses it. Nothing of a call is kept, so that no node of the graph has to be made for it.
+its product, while the processor's cache has it, and of the gradient at its output right after the
+output's node used it. Nothing of a call is kept, so that no node of the graph is made for it.
 
 What a spread needs of most matrices is no more (``engines.spreads``). Cost: one reading of each.
 Code that writes into an input between the passes where torch does not count it (``.data``) gives
