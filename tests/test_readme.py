@@ -35,7 +35,7 @@ def test_the_readme_is_short_and_its_table_is_measured() -> None:
 
 def test_what_certified_bounds_cost_is_measured() -> None:
     """The README's points of time, of two commits: exact norms on the table's shapes."""
-    file = README.parent / "benchmarks" / "results" / "two_commits_newer_processor.json"
+    file = README.parent / "benchmarks" / "results" / "two_commits_fast_processor.json"
     regimes = json.loads(file.read_text(encoding="utf-8"))["regimes"]
     found = [regime["quietgrad"] for regime in regimes.values()]
     points = max(100 * (one["now"]["median"] - one["before"]["median"]) for one in found)
