@@ -52,10 +52,11 @@ class ExponentialAverage:
         """Takes in the weights as they are."""
         weight = 1.0 - min(self.decay, (1.0 + self.steps) / (10.0 + self.steps))
         averages = list(self._averages.values())
-        # Where a model was moved to another device since, so are its averages.
+        # Where a model was moved to another device or precision since, so are its averages.
         values = [_wide(local_of(p)) for p in self._parameters.values()]
-        if any(a.device != v.device for a, v in zip(averages, values, strict=True)):
-            averages = [a.to(v.device) for a, v in zip(averages, values, strict=True)]
+        pairs = list(zip(averages, values, strict=True))
+        if any((a.device, a.dtype) != (v.device, v.dtype) for a, v in pairs):
+            averages = [a.to(v) for a, v in pairs]
             self._averages = dict(zip(self._averages, averages, strict=True))
         torch._foreach_lerp_(averages, values, weight)
         self.steps += 1

@@ -222,3 +222,25 @@ def test_events_with_numbers_beside_are_written_and_read() -> None:
 def test_numbers_that_cannot_be_accounted_for_are_refused(nu, every) -> None:
     with pytest.raises((ValueError, TypeError), match=r"noise_multiplier|every"):
         SideRelease("count", nu, every)
+
+
+@given(
+    st.integers(1, 6),
+    st.integers(0, 60),
+    st.lists(st.tuples(st.sampled_from([1.0, 2.0, 5.5]), st.integers(1, 9)), max_size=3),
+)
+def test_kinds_of_steps_are_those_of_steps_gone_through(
+    bands: int, more: int, numbers: list[tuple[float, int]]
+) -> None:
+    beside = tuple(SideRelease(f"number {i}", nu, k) for i, (nu, k) in enumerate(numbers))
+    event = PoissonGaussian(1.0, 0.1, bands + more, bands=bands, beside=beside)
+    moved = np.zeros(event.compositions * bands)
+    for step in range(event.steps):
+        moved[step] = sum(side.noise_multiplier**-2 for side in beside if side.at(step))
+    places = np.sort(moved.reshape(-1, bands), axis=0).max(axis=1)
+    found = [
+        sum(side.noise_multiplier**-2 for side in phase.beside)
+        for phase in split_by_side_releases(event)
+        for _ in range(phase.compositions)
+    ]
+    assert sorted(found) == pytest.approx(places.tolist())

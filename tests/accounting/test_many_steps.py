@@ -45,6 +45,27 @@ def test_the_most_steps_are_a_bound_of_the_rest() -> None:
     assert 0.999 * of_gaussian(mu, 1e-6) < most < 1.05 * of_gaussian(mu, 1e-6)
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="its limits on memory")
+def test_numbers_beside_some_steps_are_counted_in_bounded_memory() -> None:
+    # Before: arrays of as many entries as steps, 30 GB of them.
+    code = """
+        import resource
+        resource.setrlimit(resource.RLIMIT_AS, (6 << 30, 6 << 30))
+        from quietgrad.accounting.beside import split_by_side_releases
+        from quietgrad.events import MOST_STEPS, PoissonGaussian, SideRelease
+        beside = (SideRelease("loss", 30.0, 2), SideRelease("count", 20.0, 3))
+        event = PoissonGaussian(5.0, 1e-6, MOST_STEPS, beside=beside)
+        print(*(phase.steps for phase in split_by_side_releases(event)))
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-300:]
+    both, loss, count = ((MOST_STEPS - 1) // every + 1 for every in (6, 2, 3))
+    alone = [loss - both, count - both, both]
+    assert [int(n) for n in done.stdout.split()] == [MOST_STEPS - sum(alone), *alone]
+
+
 @pytest.mark.parametrize("steps", [MOST_STEPS + 1, 10**12, 10**300])
 def test_more_are_refused_before_any_work(steps: int) -> None:
     said = f"steps={steps} is above 1,000,000,000, the most that are accounted for"

@@ -9,6 +9,7 @@ import json
 import math
 from dataclasses import replace
 from fractions import Fraction
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,15 +19,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 from plans import changed
 from scipy import stats
+from torch import nn
 
 pytest.importorskip("cryptography")
 
 from secure_source import CLIP, FALSE_ALARM, KEY, SIGMA, SOURCE, correlated
 
 from quietgrad import PrivacyConfig
+from quietgrad.beside import TrainingLoss
 from quietgrad.clipping import ClippedSum
 from quietgrad.events import RandomizedClipping, SensitivityClaim
-from quietgrad.noise import GaussianNoise, KeyedSource, PrefixSums, SecureSource, mixing_matrix
+from quietgrad.ledger import read_ledger
+from quietgrad.noise import (
+    GaussianNoise,
+    IndependentNoise,
+    KeyedSource,
+    PrefixSums,
+    SecureSource,
+    mixing_matrix,
+)
 from quietgrad.noise.sources import grid as grids
 from quietgrad.noise.sources.grid import covered, noise_std, rounding_cost
 
@@ -385,3 +396,24 @@ def test_what_it_costs_is_printed(bands: int) -> None:
     assert name == "noise source" and "22,700,000 entries" in text
     assert f"{rounding_cost(SIGMA, 22_700_000, bands, SOURCE.grid):.2g}" in text
     assert source_rows(config(source="keyed").build(100), 22_700_000) == {}
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_a_grid_that_is_too_coarse_is_said_before_a_release_is_spent(
+    tmp_path: Path, beside: bool
+) -> None:
+    plan = PrivacyConfig(
+        noise_multiplier=1.0 if beside else 1e6,
+        expected_batch_size=2,
+        steps=3,
+        noise=IndependentNoise(source="secure"),
+        training_loss=TrainingLoss(own_noise=1e8) if beside else None,
+    ).build(10)
+    x = torch.randn(10, 100)
+    with plan.start(tmp_path / "ledger.jsonl") as run:
+        batches = run.batches()
+        indices = next(batches)
+        with pytest.raises(ValueError, match="would raise the sensitivity by"):
+            run.step(nn.Linear(100, 9), lambda model, batch: model(batch).mean(1), x[indices])
+        assert run.released == 0
+    assert read_ledger(tmp_path / "ledger.jsonl").releases == 0

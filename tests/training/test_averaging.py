@@ -61,6 +61,20 @@ def test_changes_below_a_half_precision_digit_add_up() -> None:
     assert 257.2 < average.state_dict()["averages"]["weight"].item() < 257.3
 
 
+@pytest.mark.parametrize("kinds", [(torch.float32, torch.float64), (torch.float64, torch.float32)])
+def test_it_goes_on_where_the_precision_of_the_model_is_changed(kinds: tuple) -> None:
+    model = nn.Linear(2, 1, bias=False).to(kinds[0])
+    average = ExponentialAverage(model, decay=0.5)
+    before = model.weight.detach().double().clone()
+    model.to(kinds[1])
+    with torch.no_grad():
+        model.weight.fill_(1.0)
+    average.update()  # with a weight of 0.9
+    found = average.state_dict()["averages"]["weight"]
+    assert found.dtype == kinds[1]
+    torch.testing.assert_close(found.double(), 0.1 * before + 0.9)
+
+
 def test_a_saved_average_goes_on() -> None:
     models = [nn.Linear(2, 2) for _ in range(2)]
     averages = [ExponentialAverage(model, 0.9) for model in models]

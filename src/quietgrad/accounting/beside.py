@@ -14,6 +14,8 @@ Learning with Adaptive Clipping, 2021, Theorem 1, for one count beside a sum).
 
 from __future__ import annotations
 
+import itertools
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -35,22 +37,59 @@ def split_by_side_releases(phase: PoissonGaussian) -> tuple[PoissonGaussian, ...
     order of steps whose kinds are fixed beforehand.
 
     Returns:
-        Phases that together dominate this one, with as many compositions. Cost: O(T log T).
+        Phases that together dominate this one, with as many compositions. Steps are counted, not
+        gone through: cost b times 2^n, n numbers that are released at steps of their own.
     """
     if all(side.every == 1 for side in phase.beside):
         return (phase,)
-    bands, rounds = phase.bands, phase.compositions
-    steps = np.arange(rounds * bands)
-    moved = np.zeros(rounds * bands)
-    for side in phase.beside:
-        moved += (steps % side.every == 0) / side.noise_multiplier**2
-    moved[phase.steps :] = 0.0
-    worst = np.sort(moved.reshape(rounds, bands), axis=0).max(axis=1)
-    kinds, counts = np.unique(worst, return_counts=True)
+    kinds = _worst_kinds(phase)
     return tuple(
-        replace(phase, steps=int(count) * bands, beside=_one_for(float(kind)))
-        for kind, count in zip(kinds, counts, strict=True)
+        replace(phase, steps=count * phase.bands, beside=_one_for(kind))
+        for kind, count in sorted(kinds.items())
     )
+
+
+def _worst_kinds(phase: PoissonGaussian) -> dict[float, int]:
+    """Sum of 1 / nu^2 -> how many of a record's steps have it, at each place the largest of any
+    part.
+
+    Of values in falling order the largest at every place has as many of at least v as the part that
+    has the most of these.
+    """
+    periods = sorted({side.every for side in phase.beside if side.every > 1})
+    together = [
+        frozenset(some)
+        for n in range(len(periods) + 1)
+        for some in itertools.combinations(periods, n)
+    ]
+    moved = {
+        due: float(sum(s.noise_multiplier**-2 for s in phase.beside if s.every in {1, *due}))
+        for due in together
+    }
+    values = sorted(set(moved.values()), reverse=True)
+    most = dict.fromkeys(values, 0)
+    for part in range(phase.bands):
+        times: dict[frozenset[int], int] = {}
+        for due in reversed(together):  # those that are due with others are no others' alone
+            more = sum(n for others, n in times.items() if due < others)
+            times[due] = _common_steps(phase, part, math.lcm(*due)) - more
+        reached = 0
+        for value in values:
+            reached += sum(n for due, n in times.items() if moved[due] == value)
+            most[value] = max(most[value], reached)
+    counts = {v: most[v] - before for v, before in zip(values, [0, *most.values()], strict=False)}
+    return {value: count for value, count in counts.items() if count}
+
+
+def _common_steps(phase: PoissonGaussian, part: int, every: int) -> int:
+    """Steps of a part that are multiples of ``every``: every j with every j = part mod b."""
+    shared = math.gcd(every, phase.bands)
+    if part % shared:
+        return 0
+    cycle = phase.bands // shared
+    first = part // shared * pow(every // shared, -1, cycle) % cycle
+    multiples = (phase.steps - 1) // every + 1
+    return max(0, (multiples - 1 - first) // cycle + 1)
 
 
 def _one_for(squared: float) -> tuple[SideRelease, ...]:

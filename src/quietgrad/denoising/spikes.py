@@ -186,15 +186,18 @@ def degree_of_test(shape: Sequence[int], kappa: float) -> tuple[int, float]:
     m, n = shape
     longest = math.sqrt(m)
     one_vector = MISSED ** (1 / VECTORS)
-    smallest = math.sqrt(2) * float(torch.erfinv(torch.tensor(one_vector, dtype=torch.float64)))
+    one = torch.tensor(one_vector, dtype=torch.float64, device="cpu")
+    smallest = math.sqrt(2) * float(torch.erfinv(one))
     growth = math.acosh(max(_position(kappa, m, n), 1.0))
     wanted = math.acosh(max(longest / smallest, 1.0))
     return (max(2, math.ceil(wanted / growth)) if wanted < growth * 1e6 else 10**6), longest
 
 
 def _start(stack_lmn: Tensor, vectors: int) -> Tensor:
-    generator = torch.Generator().manual_seed(0)
-    block = torch.randn(vectors, stack_lmn.shape[1], generator=generator, dtype=torch.float32)
+    generator = torch.Generator(device="cpu").manual_seed(0)
+    block = torch.randn(
+        vectors, stack_lmn.shape[1], generator=generator, dtype=torch.float32, device="cpu"
+    )
     return block.to(stack_lmn).expand(len(stack_lmn), -1, -1).contiguous()
 
 

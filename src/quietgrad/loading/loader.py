@@ -103,7 +103,7 @@ class PrivateLoader:
         self._physical = PhysicalBatches(draws, size, clipper.views)
         self._seed, self._reads = seed, KeyedByStep()
         # Workers' seeds come from the generator, and the script's may be one that anybody knows.
-        options = options | {"generator": torch.Generator().manual_seed(seed())}
+        options = options | {"generator": torch.Generator("cpu").manual_seed(seed())}
         if options.get("num_workers"):
             options["worker_init_fn"] = KeyedWorker(options.get("worker_init_fn"))
         records = one_by_one(dataset)
@@ -147,7 +147,8 @@ class PrivateLoader:
         self._physical.steps = range(first, first + steps)
         this_pass = self.newest_pass = object()
         let_go_of_dead_workers(self._reader)
-        read = iter(self._reader)
+        with torch.device("cpu"):  # torch draws from its generator where the default device is
+            read = iter(self._reader)
         for indices in self._run.batches(steps):
             release = self._run.released
             yield LoadedBatch(self._parts(indices, release, read, this_pass), release)

@@ -37,7 +37,7 @@ def cover_side_sums(
     for side in releases:
         if not side.at(step):
             continue
-        private = sums.get(side.name, torch.zeros((), dtype=torch.float64))
+        private = sums.get(side.name, torch.zeros((), dtype=torch.float64, device="cpu"))
         total = private.detach().to("cpu", torch.float64).reshape(1)
         std = noise_std(side.noise_multiplier, SensitivityClaim(1.0), 1, 1, source.grid)
         # No parameter's name has two dots in a row.

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from quietgrad.checks import require_positive, require_word
 from quietgrad.clipping.clipped_sum import ClippedSum
-from quietgrad.events import SideRelease
+from quietgrad.events import SensitivityClaim, SideRelease
 from quietgrad.noise.beside import cover_side_sums
 from quietgrad.noise.correlation.banded import BandedLower, Floats, inside
 from quietgrad.noise.noisy_sum import NoisySum
@@ -166,6 +166,16 @@ class GaussianNoise:
             return self
         require_positive("noise_multiplier", noise_multiplier)
         return self._but("noise_multiplier", noise_multiplier)
+
+    def require_fine_grid(self, claim: SensitivityClaim, entries: int) -> None:
+        """Before a release is written down: that the source's grid is fine enough for it.
+
+        Raises:
+            ValueError: as ``update`` would, when the release is spent.
+        """
+        noise_std(self.noise_multiplier, claim, entries, self.bands, self.source.grid)
+        for side in self.beside:
+            noise_std(side.noise_multiplier, SensitivityClaim(1.0), 1, 1, self.source.grid)
 
     def of(self, places: Mapping[str, Stretch | Columns]) -> GaussianNoise:
         """The same noise, for a process that holds stretches of these parameters: its tensors,

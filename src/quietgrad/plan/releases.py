@@ -34,7 +34,12 @@ class Releases:
     team: Team
 
     def facts(self, clipped: ClippedSum, release: int, block: int) -> dict[str, str]:
-        """What has to be the same on all ranks."""
+        """What has to be the same on all ranks.
+
+        Raises:
+            ValueError: for a sum that the noise's grid is too coarse for.
+        """
+        self.session.require_fine_grid(clipped, self.plan.at(release).noise_multiplier)
         if self.team.size == 1:
             return {}
         known = clipped.private.least_times  # nothing, of a rank without records

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from quietgrad.checks import require_at_least, require_int, require_positive
+from quietgrad.events import SMALLEST_CLIPPING_NORM
 from quietgrad.schedules.course import Course, StepSettings
 from quietgrad.schedules.shapes import Constant, Schedule, factors_of
 
@@ -120,7 +121,8 @@ def course_of(
         max_grad_norm: C.
 
     Raises:
-        ValueError, TypeError: for factors that are no numbers above 0, or a rate above 1.
+        ValueError, TypeError: for factors that are no numbers above 0, a rate above 1, or a norm
+            that no clipper takes.
     """
 
     def settings(factors: tuple[float, float, float], where: str) -> StepSettings:
@@ -131,7 +133,14 @@ def course_of(
                 f"{where}.batch_size reaches {size:g} times the sampling rate {sample_rate:.4g}, "
                 f"which is above 1; use factors of at most {1 / sample_rate:.4g}"
             )
-        return StepSettings(noise, rate, max_grad_norm * norm)
+        reached = max_grad_norm * norm
+        if not SMALLEST_CLIPPING_NORM <= reached <= 1 / SMALLEST_CLIPPING_NORM:
+            raise ValueError(  # now, and not when that step comes
+                f"{where}.clipping_norm reaches {norm:g} times max_grad_norm={max_grad_norm:g}, "
+                f"and clipping norms must stay in {SMALLEST_CLIPPING_NORM:g} .. "
+                f"{1 / SMALLEST_CLIPPING_NORM:g}; use factors nearer to 1"
+            )
+        return StepSettings(noise, rate, reached)
 
     courses = []
     for steps, schedules, where in parts:

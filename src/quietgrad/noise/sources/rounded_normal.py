@@ -52,7 +52,7 @@ def rounded_normals(stream: Keystream, start: int, count: int, scale: float) -> 
         scale: s, the standard deviation in whole numbers. Beyond 2^40 most entries need the slow
             way.
     """
-    made = torch.empty(count, dtype=torch.float64)
+    made = torch.empty(count, dtype=torch.float64, device="cpu")
     first, last = start // 2, (start + count + 1) // 2
     for begin in range(first, last, CHUNK):
         pairs = _pairs(stream, begin, min(CHUNK, last - begin), scale)
@@ -68,7 +68,7 @@ def _pairs(stream: Keystream, first: int, count: int, scale: float) -> Tensor:
     uniform = (words[:, 0] & POSITIVE).to(torch.float64).mul_(2.0**-63)
     radius = uniform.log().mul_(-2).sqrt_()
     angle = words[:, 1].to(torch.float64).mul_(math.pi * 2.0**-63)
-    scaled = torch.empty(count, 2, dtype=torch.float64)
+    scaled = torch.empty(count, 2, dtype=torch.float64, device="cpu")
     length = radius * scale
     torch.mul(angle.cos(), length, out=scaled[:, 0])
     torch.mul(angle.sin_(), length, out=scaled[:, 1])

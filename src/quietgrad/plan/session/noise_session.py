@@ -71,6 +71,11 @@ class NoiseSession:
         if self._places is not None:
             self._places.require(dataset)
 
+    def require_fine_grid(self, clipped: ClippedSum, noise_multiplier: float) -> None:
+        """See ``GaussianNoise.require_fine_grid``; ``clipped`` holds all trainable parameters."""
+        entries = sum(g.numel() for g in clipped.gradients.values())
+        self._noise.at(noise_multiplier).require_fine_grid(clipped.claim, entries)
+
     def join(
         self, like: Mapping[str, Tensor], step: int, own: Mapping[str, Tensor] | None = None
     ) -> None:
