@@ -249,6 +249,7 @@ def test_a_plan_that_would_run_otherwise_than_accounted_is_refused(what) -> None
             {"steps": None, "phases": (Phase(steps=3),), "schedules": ALL},
             "with phases: a phase has its own",
         ),
+        ({"steps": None, "epochs": 1e308}, "epochs=1e+308 are inf steps at sampling rate 0.1"),
         (
             {"steps": None, "epochs": 2.0, "schedules": ALL},
             "with a schedule of the batch size",

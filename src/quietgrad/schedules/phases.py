@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from quietgrad.checks import require_at_least, require_int, require_positive
+from quietgrad.events import MOST_STEPS as MOST_ACCOUNTED
 from quietgrad.events import SMALLEST_CLIPPING_NORM
 from quietgrad.schedules.course import Course, StepSettings
 from quietgrad.schedules.shapes import Constant, Schedule, factors_of
@@ -105,7 +106,14 @@ def steps_of(
             f"{where}epochs={epochs!r} with a schedule of the batch size: how many steps that is "
             "depends on itself; give steps"
         )
-    return max(1, round(epochs / (sample_rate * same)))
+    whole = epochs / (sample_rate * same)
+    if not whole <= MOST_ACCOUNTED:
+        raise ValueError(
+            f"{where}epochs={epochs!r} are {whole:.3g} steps at sampling rate "
+            f"{sample_rate * same:.4g}, and {MOST_ACCOUNTED:,} are the most that are accounted "
+            "for; train for fewer epochs, or with a larger expected batch size"
+        )
+    return max(1, round(whole))
 
 
 def course_of(

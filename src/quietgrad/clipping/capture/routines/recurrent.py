@@ -62,7 +62,7 @@ def recurrent(
         data, batch_sizes, hx, weights, biased, layers, dropout, training, two_way = args
         own = PackedSequence(data, batch_sizes, packed.sorted_indices, packed.unsorted_indices)
         x_tbd, lengths = pad_packed_sequence(own)
-        places = torch.arange(len(x_tbd)).unsqueeze(1)
+        places = torch.arange(len(x_tbd), device=lengths.device).unsqueeze(1)
         inactive = sent((places >= lengths).unsqueeze(2), x_tbd.device)
     states = tuple(hx) if isinstance(hx, tuple | list) else (hx,)
     random = bool(dropout and training and layers > 1)
