@@ -186,6 +186,32 @@ def test_an_owner_of_too_many_digits_is_not_measured() -> None:
     assert len(identities_of([f"{2**53 - 1}.0", "7"])) == 2
 
 
+@pytest.mark.parametrize("later", ['"a cell in marks",good', '"one, two",good', 'hi,"good"'])
+@pytest.mark.parametrize("skip_bad", [False, True])
+def test_an_open_mark_does_not_end_at_the_mark_of_a_later_row(
+    later: str, skip_bad: bool, tmp_path: Path
+) -> None:
+    """Before: it took the rows between for its own. Without it all of them were there."""
+    rows = [f"text {i},{'good' if i % 2 else 'bad'}" for i in range(20)]
+    whole = written(tmp_path / "a.csv", ["text,label", *rows, later, *rows])
+    assert len(load_texts(str(whole), "text", "label")) == 41
+    stray = ["text,label", '"seen by the doctor,good', *rows, later, *rows]
+    for file in (written(tmp_path / "b.csv", stray), written(tmp_path / "c.csv", [*stray, later])):
+        with pytest.raises(ValueError, match="cannot be told apart") as refused:
+            load_texts(str(file), "text", "label", skip_bad=skip_bad)
+        assert "doctor" not in str(refused.value)
+    lines = ["text,label", '"two', 'lines, ""well"" closed",good', 'a "mark" inside,bad', '"a"b,x']
+    assert len(load_texts(str(written(tmp_path / "d.csv", lines)), "text", "label")) == 3
+
+
+def test_the_same_in_a_table_of_images(tmp_path: Path) -> None:
+    folder = pictures(tmp_path)
+    lines = (folder / "train.csv").read_text().splitlines()
+    written(folder / "train.csv", [lines[0], '"gone.png,a', *lines[1:30], '"x.png",b', *lines[30:]])
+    with pytest.raises(ValueError, match="cannot be told apart"):
+        load_image_folder(str(folder), FolderLayout(), 4)
+
+
 # Settings that say nothing
 
 

@@ -38,7 +38,7 @@ NO_NAMES = (
     "its first line looks like a record, not like the names of columns: put a line of names above "
     "it (text,label)"
 )
-NOT_UTF8 = "bytes that are not UTF-8"
+NOT_UTF8, UNCLOSED = "bytes that are not UTF-8", "a quotation mark that is not closed"
 SEPARATORS = {",": "comma", "\t": "tab", ";": "semicolon", "|": "bar"}
 SPAN = 1 << 20  # bytes looked at to tell a file of zero bytes from text
 
@@ -162,9 +162,6 @@ def _table(data: bytes, usual: str) -> Rows:
     return Rows(columns, starts, bad, separator)
 
 
-UNCLOSED = "a quotation mark that is not closed"
-
-
 class _Lines:
     """Lines with their ends, and those taken since ``taken`` was emptied."""
 
@@ -192,12 +189,15 @@ def _wrong_with(row: list[str], lines: list[str], separator: str) -> str:
     """What is wrong with a row by itself: its bytes, or a quotation mark that is left open."""
     if any(not cell.isascii() and _has_surrogates(cell) for cell in row):
         return NOT_UTF8
+    if not any('"' in line for line in lines):
+        return ""
     # With an open one, a line more would belong to the same row.
-    if any('"' in line for line in lines):
-        together = list(csv.reader([*lines, "."], delimiter=separator))
-        if len(together) == 1:
-            return UNCLOSED
-    return ""
+    closed = len(list(csv.reader([*lines, "."], delimiter=separator))) > 1
+    # One that closes within a cell of a later line is that cell's own: rows lie between.
+    with contextlib.suppress(csv.Error):
+        if closed and list(csv.reader(lines, delimiter=separator, strict=len(lines) > 1)):
+            return ""
+    return UNCLOSED
 
 
 def _has_surrogates(cell: str) -> bool:

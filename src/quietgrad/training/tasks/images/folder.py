@@ -177,7 +177,7 @@ def _from_table(folder: Path, table: Path, layout: FolderLayout, public: bool) -
         with table.open(newline="", encoding="utf-8") as file, any_length():
             lines = list(file)
             rows = list(csv.DictReader(lines))
-            unclosed = list(csv.reader([*lines, "."]))[-1] != ["."]
+            unclosed = list(csv.reader([*lines, "."]))[-1] != ["."] or not _well_quoted(lines)
     except (UnicodeDecodeError, csv.Error) as error:
         raise ValueError(
             f"{str(table)!r} cannot be read as a table in UTF-8 ({type(error).__name__})"
@@ -230,6 +230,16 @@ def _from_table(folder: Path, table: Path, layout: FolderLayout, public: bool) -
             (path, tuple(w.strip() for w in words if w.strip() and w.strip() != layout.no_label))
         )
     return found
+
+
+def _well_quoted(lines: list[str]) -> bool:
+    """Whether quotation marks close where cells end. One that closes at the next row's first mark
+    would take all rows between for its own.
+    """
+    try:
+        return bool(list(csv.reader(lines, strict=True)))
+    except csv.Error:
+        return False
 
 
 def _from_folders(part: Path) -> Listed:
