@@ -37,7 +37,7 @@ FILES = {
     "too-many": ("a.csv", GOOD + "a,b,c\n", "rows of it are broken"),
     "too-few": ("a.csv", GOOD + "alone\n", "data.skip_bad=true"),
     "open-quote": ("a.csv", GOOD + '"open,good\n', "not closed"),
-    "twice": ("a.csv", "text,text\na,b\n", "two columns named 'text'"),
+    "twice": ("a.csv", "text,text\na,b\n", "two columns of one name"),
     "behind": ("a.csv", GOOD.replace("good\n", "good,\n"), "rows of it are broken"),
     "jsonl": ("a.jsonl", JSONL + '{"text": "a"', "quietgrad check"),
     "objects": (

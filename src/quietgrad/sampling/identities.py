@@ -128,7 +128,10 @@ def _kind(value: Any, limit: int) -> str | None:
 
 def _is_rounded(text: str) -> bool:
     number = _WHOLE.fullmatch(text)
-    return bool(_ROUNDED.fullmatch(text)) or (number is not None and abs(int(number[1])) >= 2**53)
+    digits = "" if number is None else number[1].lstrip("-0")
+    # Python reads no number of thousands of digits, and says how many there are.
+    many = len(digits) > len(str(2**53)) or int(digits or "0") >= 2**53
+    return bool(_ROUNDED.fullmatch(text)) or many
 
 
 def _identity(value: Any) -> bytes:

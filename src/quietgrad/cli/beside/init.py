@@ -15,7 +15,7 @@ from quietgrad.training.sources.inspection import (
 )
 from quietgrad.training.sources.pictures import between_labels, is_picture_folder
 from quietgrad.training.sources.proposal import propose, propose_images
-from quietgrad.training.sources.rows import Rows
+from quietgrad.training.sources.rows import NO_NAMES, Rows
 
 WHAT = {
     "text": "a classifier of texts",
@@ -99,7 +99,14 @@ def _of_file(
     texts = [n for n in (guessed.text, guessed.pair) if n and guessed.task == "text"]
     found = with_labels(found, rows, texts, [guessed.label], guessed.task != "answers", 1.0)
     if found.unfit:
-        raise ValueError(f"FILE={str(source)!r}: {found.unfit}")
+        if found.unfit == NO_NAMES:
+            raise ValueError(f"FILE={str(source)!r}: {NO_NAMES}")
+        # The other reasons hold labels, or how many there are.
+        named = shlex.join(["quietgrad", "check", str(source), "--label", guessed.label])
+        raise ValueError(
+            f"FILE={str(source)!r}: what is in column {guessed.label!r} is no class to learn: it "
+            f"is always the same, or numbers, names or lists; `{named}` says which"
+        )
     if found.refused and not skip_bad:
         raise ValueError(
             f"FILE={str(source)!r} has rows that are broken, or lack a text or a label; {look} "

@@ -4,13 +4,17 @@
 
 from __future__ import annotations
 
+import difflib
 import math
+import shlex
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import PurePath
 from typing import Any, Literal
 
 from quietgrad.checks import nearest
+from quietgrad.training.sources.pictures import PICTURES
 from quietgrad.training.sources.rows import Rows
 
 Kind = Literal["text", "classes", "numbers", "words", "empty"]
@@ -20,6 +24,8 @@ MOST_CLASSES = 50
 MOST_FRACTIONS = 10
 MOST_NUMBERS = 20
 TEXT_WORDS = 4.0  # words a cell, on average
+SENTENCE = 3  # words of a name that may be no name of a column
+NEARLY = 0.8  # how alike a name is to what was typed, which then says it already
 LABELS = ("label", "labels", "class", "target", "category", "sentiment", "stars", "rating", "y")
 TEXTS = ("text", "review", "tweet", "sentence", "comment", "message", "body", "content", "abstract")
 PAIRS = (
@@ -43,6 +49,7 @@ class Column:
         distinct: different cells that are not empty.
         filled: cells that are not empty.
         words: of a cell, on average.
+        like_a_cell: whether its name looks like a cell (``looks_like_a_cell``).
     """
 
     name: str
@@ -50,6 +57,7 @@ class Column:
     distinct: int
     filled: int
     words: float
+    like_a_cell: bool = False
 
 
 @dataclass(frozen=True)
@@ -93,7 +101,10 @@ def guess(
     usual = _usual(columns)
     for option, name in (("--text", text), ("--label", label), ("--user", user)):
         if name and name not in columns:
-            raise ValueError(f"{option}={name!r} is not a column of {path!r}{nearest(name, usual)}")
+            raise ValueError(
+                f"{option}={name!r} is not a column of {path!r}"
+                f"{nearest_told(name, _like_cells(usual), _look(path))}"
+            )
         if name and name == user and option != "--user":
             raise ValueError(
                 f"--user={user!r} is {option}, too: nothing is learnt of whose a row is; name the "
@@ -112,7 +123,12 @@ def guess(
     if not labels:
         raise ValueError(
             f"FILE={path!r}: no column looks like a label (words or whole numbers that repeat); "
-            f"name it with --label; its columns are {', '.join(columns)}"
+            "name it with --label; "
+            + (
+                f"`{_look(path)}` shows its columns"
+                if any(_like_cells(columns).values())
+                else f"its columns are {', '.join(columns)}"
+            )
         )
     if label and not text and columns[label].kind == "text":
         if not (others := [n for n in texts if n != label]):
@@ -126,7 +142,7 @@ def guess(
         return Guess("text", labels[0], texts[0])
     if len(columns) < 2:
         raise ValueError(
-            f"FILE={path!r} has the single column {labels[0]!r}; add one to learn from"
+            f"FILE={path!r} has a single column for labels, and none to learn from; add one"
         )
     return Guess("table", labels[0])
 
@@ -137,6 +153,43 @@ def _usual(columns: Mapping[str, Column]) -> dict[str, Column]:
     """
     most = max((column.filled for column in columns.values()), default=0)
     return {name: column for name, column in columns.items() if 2 * column.filled >= most}
+
+
+def looks_like_a_cell(name: str, cells: Sequence[Any]) -> bool:
+    """Whether a column's name may be a record's: a number, a sentence, a file of a picture, or what
+    the column holds. Then the file may have no line of names, and its first record is as private as
+    any other.
+    """
+    return (
+        number_of(name) is not None
+        or len(name.split()) >= SENTENCE
+        or PurePath(name).suffix.lower() in PICTURES
+        or any(isinstance(cell, str) and cell == name for cell in cells)
+    )
+
+
+def nearest_told(word: str, names: Mapping[str, bool], look: str) -> str:
+    """As ``nearest``, where some names may be a record's cells: then none is listed.
+
+    Args:
+        word: that is none of them.
+        names: of columns -> whether it looks like a cell.
+        look: a command that shows them to the owner of the file.
+    """
+    if not any(names.values()):
+        return nearest(word, names)
+    known = [name for name, like_a_cell in names.items() if not like_a_cell]
+    if close := difflib.get_close_matches(word, known, n=1, cutoff=NEARLY):
+        return f"; did you mean {close[0]!r}?"
+    return f"; names of its columns look like cells of a record, and `{look}` alone shows them"
+
+
+def _like_cells(columns: Mapping[str, Column]) -> dict[str, bool]:
+    return {name: column.like_a_cell for name, column in columns.items()}
+
+
+def _look(path: str) -> str:
+    return f"quietgrad check {shlex.quote(path)}"
 
 
 def names_are_a_record(columns: Mapping[str, Sequence[Any]], label: str) -> bool:
@@ -171,8 +224,9 @@ def _best(columns: Mapping[str, Column], kind: Kind, names: Sequence[str]) -> li
 
 def _column(name: str, cells: Sequence[Any]) -> Column:
     filled = [w for w in map(_word, cells) if w]
+    like_a_cell = looks_like_a_cell(name, cells)
     if not filled:
-        return Column(name, "empty", 0, 0, 0.0)
+        return Column(name, "empty", 0, 0, 0.0, like_a_cell)
     distinct = len(set(filled))
     words = sum(len(w.split()) for w in filled) / len(filled)
     numbers = [number for number in map(number_of, filled) if number is not None]
@@ -185,7 +239,7 @@ def _column(name: str, cells: Sequence[Any]) -> Column:
         kind = "numbers"
     elif words >= TEXT_WORDS:
         kind = "text"
-    return Column(name, kind, distinct, len(filled), words)
+    return Column(name, kind, distinct, len(filled), words, like_a_cell)
 
 
 def _word(cell: Any) -> str:

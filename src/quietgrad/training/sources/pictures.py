@@ -4,6 +4,7 @@ cannot be opened. Private, as all of ``quietgrad check``.
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -87,7 +88,7 @@ def inspect_folder(
             found.labels[part] = dict(sorted(classes.items()))
         else:
             continue
-        found.damaged.extend(p.relative_to(folder).as_posix() for p in files if not _opens(p))
+        found.damaged.extend(_below(folder, p) for p in files if not _opens(p))
     if not {"test", "val"} & found.labels.keys():
         found.notes.append("there is no test part: add test.csv, or a folder test or val")
     for part, counts in found.labels.items():
@@ -131,7 +132,13 @@ def _from_table(
     found.labels[part] = dict(sorted(Counter(rows.columns[label]).items()))
     below = {p.name: p for p in table.parent.rglob("*") if _is_picture(p)}
     places = [table.parent / name for name in rows.columns[file]]
-    return [p if p.is_file() else below.get(p.name, p) for p in places]
+    return [p if os.path.isfile(p) else below.get(p.name, p) for p in places]
+
+
+def _below(folder: Path, path: Path) -> str:
+    """A path in the folder; a table may name files of other places."""
+    inside = path.is_relative_to(folder)
+    return (path.relative_to(folder) if inside else path).as_posix()
 
 
 def _is_picture(path: Path) -> bool:

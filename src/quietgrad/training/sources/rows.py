@@ -38,7 +38,7 @@ NO_NAMES = (
     "its first line looks like a record, not like the names of columns: put a line of names above "
     "it (text,label)"
 )
-NOT_UTF8 = "bytes that are not UTF-8"
+NOT_UTF8, UNCLOSED = "bytes that are not UTF-8", "a quotation mark that is not closed"
 SEPARATORS = {",": "comma", "\t": "tab", ";": "semicolon", "|": "bar"}
 SPAN = 1 << 20  # bytes looked at to tell a file of zero bytes from text
 
@@ -128,7 +128,7 @@ def _table(data: bytes, usual: str) -> Rows:
     cells: list[list[str]] = []
     starts: list[int] = []
     bad: list[BadRow] = []
-    with _any_length():
+    with any_length():
         reader = csv.reader(lines, delimiter=separator)
         while True:
             lines.taken.clear()
@@ -162,9 +162,6 @@ def _table(data: bytes, usual: str) -> Rows:
     return Rows(columns, starts, bad, separator)
 
 
-UNCLOSED = "a quotation mark that is not closed"
-
-
 class _Lines:
     """Lines with their ends, and those taken since ``taken`` was emptied."""
 
@@ -192,12 +189,15 @@ def _wrong_with(row: list[str], lines: list[str], separator: str) -> str:
     """What is wrong with a row by itself: its bytes, or a quotation mark that is left open."""
     if any(not cell.isascii() and _has_surrogates(cell) for cell in row):
         return NOT_UTF8
+    if not any('"' in line for line in lines):
+        return ""
     # With an open one, a line more would belong to the same row.
-    if any('"' in line for line in lines):
-        together = list(csv.reader([*lines, "."], delimiter=separator))
-        if len(together) == 1:
-            return UNCLOSED
-    return ""
+    closed = len(list(csv.reader([*lines, "."], delimiter=separator))) > 1
+    # One that closes within a cell of a later line is that cell's own: rows lie between.
+    with contextlib.suppress(csv.Error):
+        if closed and list(csv.reader(lines, delimiter=separator, strict=len(lines) > 1)):
+            return ""
+    return UNCLOSED
 
 
 def _has_surrogates(cell: str) -> bool:
@@ -209,7 +209,7 @@ def _has_surrogates(cell: str) -> bool:
 
 
 @contextlib.contextmanager
-def _any_length() -> Iterator[None]:
+def any_length() -> Iterator[None]:
     """A cell may be as long as it is; Python's reader stops at 131072 letters by itself."""
     before = csv.field_size_limit(min(sys.maxsize, 2**31 - 1))
     try:
@@ -223,7 +223,7 @@ def _separator(text: str, usual: str) -> str:
     single one so, what makes the most of them. No row has a say in it.
     """
     lines = _Lines(text)
-    with _any_length():
+    with any_length():
         for row in csv.reader(lines, delimiter=usual):
             if row and "".join(row).strip():
                 break
@@ -241,7 +241,8 @@ def _names(header: list[str]) -> list[str]:
     names = [name or f"Unnamed: {i}" for i, name in enumerate(header)]
     twice = next((name for name, count in Counter(names).items() if count > 1), None)
     if twice is not None:
-        raise UnreadableFile(f"has two columns named {twice!r}; give each a name of its own")
+        told = "has two columns of one name; give each a name of its own"
+        raise UnreadableFile(told, f"both are named {twice!r}")  # which may be a record's cell
     return names
 
 
@@ -274,11 +275,16 @@ def _object(line: bytes) -> tuple[dict[str, Any] | None, str]:
         return None, f"no JSON: {error.msg} at letter {error.colno}"
     except (RecursionError, ValueError):  # nested too deeply, or a number of too many digits
         return None, "no JSON that can be read"
+    wrong = _wrong_entry(found, b"\\u" in line)
+    return (None, wrong) if wrong else (found, "")
+
+
+def _wrong_entry(found: Any, escapes: bool) -> str:
+    """What is wrong with a JSON record by itself; half a letter can be written by an escape."""
     if not isinstance(found, dict):
-        return None, f"{_kind(found)}, not an object with columns"
-    if b"\\u" in line and _has_surrogates(json.dumps(found, ensure_ascii=False)):
-        return None, "half a letter (a lone surrogate)"
-    return found, ""
+        return f"{_kind(found)}, not an object with columns"
+    half = escapes and _has_surrogates(json.dumps(found, ensure_ascii=False))
+    return "half a letter (a lone surrogate)" if half else ""
 
 
 def _is_list(data: bytes) -> bool:
@@ -309,14 +315,11 @@ def _json_list(data: bytes) -> Rows:
     if not isinstance(found, list):
         raise UnreadableFile(f"holds {'an object' if isinstance(found, dict) else _kind(found)}, "
                              "where a list of objects is expected")  # fmt: skip
-    bad = [
-        BadRow(i, i, f"{_kind(entry)}, not an object with columns")
-        for i, entry in enumerate(found, start=1)
-        if not isinstance(entry, dict)
-    ]
-    good = [i for i, entry in enumerate(found, start=1) if isinstance(entry, dict)]
     if not found:
         raise UnreadableFile("holds no records: it is empty")
+    wrong = [_wrong_entry(entry, b"\\u" in data) for entry in found]
+    bad = [BadRow(i, i, reason) for i, reason in enumerate(wrong, start=1) if reason]
+    good = [i for i, reason in enumerate(wrong, start=1) if not reason]
     return Rows(_columns([found[i - 1] for i in good]), good, bad)
 
 
@@ -341,5 +344,7 @@ def _parquet(path: Path) -> Rows:
 
 
 def _plain(cell: Any) -> Any:
-    """A list as JSON has it: an array cannot be asked whether it is empty."""
+    """A list and a gap as JSON has them: arrays and NA cannot be asked whether they are empty."""
+    if type(cell).__name__ in ("NAType", "NaTType"):
+        return None
     return cell.tolist() if type(cell).__name__ == "ndarray" else cell

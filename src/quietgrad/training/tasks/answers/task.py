@@ -32,7 +32,14 @@ from quietgrad.training.tasks.metrics import TOKEN_ACCURACY, Metric
 from quietgrad.training.tasks.predictions import Predictions
 from quietgrad.training.tasks.records import Batches, Records, spread
 from quietgrad.training.tasks.splits import Splits, split, split_with_test
-from quietgrad.training.tasks.task import FinalScores, Parts, Task, attention_for, ready
+from quietgrad.training.tasks.task import (
+    OF_IMAGES,
+    FinalScores,
+    Parts,
+    Task,
+    attention_for,
+    ready,
+)
 from quietgrad.training.tasks.text.batches import fitting_length, tokens_kept
 from quietgrad.training.tasks.text.models import load_generator
 from quietgrad.training.tasks.text.saved import load_saved, save_classifier
@@ -41,6 +48,9 @@ from quietgrad.training.tasks.text.task import refuse_weights_of_images
 
 class AnswersTask(Task):
     """Prompts with answers, and a causal language model."""
+
+    what = "a model of answers"
+    unread = (*OF_IMAGES, "data.labels", "data.text_pair")
 
     def __init__(self, splits: Splits[TextPairs]) -> None:
         self.splits = splits

@@ -152,12 +152,14 @@ def split_images(
             "data.validation_fraction and data.public_fraction leave no training records; choose "
             "smaller ones"
         )
-    # Records equal to a test record would be trained on and tested on.
+    # Records equal to a test record would be trained on and tested on. Files that cannot be read
+    # are all one black image: whatever its hash is, they are private records.
+    unread = _unread(train)
     held = set(test.record_ids)
     position = np.array([int.from_bytes(i[:8], "big") / 2**64 for i in train.record_ids])
-    seen = np.array([i in held for i in train.record_ids], dtype=bool)
-    validation = ~seen & (position < validation_fraction)
-    public = ~seen & ~validation & (position < validation_fraction + public_fraction)
+    seen = ~unread & np.array([i in held for i in train.record_ids], dtype=bool)
+    validation = ~seen & ~unread & (position < validation_fraction)
+    public = ~seen & ~unread & ~validation & (position < validation_fraction + public_fraction)
     kept = ~seen & ~validation & ~public
     if not validation.any() or not kept.any():
         raise ValueError(
@@ -171,6 +173,13 @@ def split_images(
         )
     parts = [train.subset(np.flatnonzero(chosen)) for chosen in (kept, validation, public)]
     return Splits(parts[0], parts[1], test), parts[2]
+
+
+def _unread(images: LabelledImages) -> NDArray[np.bool_]:
+    """[n] whether an image is black and ignored, as one is whose file cannot be read."""
+    ignored = np.asarray(images.labels) < 0
+    dark = (images.pixels.flatten(1).amax(dim=1) == 0).numpy()
+    return dark & (ignored if ignored.ndim == 1 else ignored.any(axis=1))
 
 
 def _fashion_folder() -> Path:

@@ -12,6 +12,7 @@ nothing.
 from __future__ import annotations
 
 import csv
+import os
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ from numpy.typing import NDArray
 
 from quietgrad.checks import nearest
 from quietgrad.training.sources.pictures import TINY_IMAGENET
+from quietgrad.training.sources.rows import any_length
+from quietgrad.training.tasks.columns import no_column
 from quietgrad.training.tasks.images.data import LabelledImages
 from quietgrad.training.tasks.images.pixels import mode_of, pixels_of
 from quietgrad.training.tasks.splits import IGNORED
@@ -171,10 +174,10 @@ def _listed(folder: Path, part: str, layout: FolderLayout, public: bool = True) 
 
 def _from_table(folder: Path, table: Path, layout: FolderLayout, public: bool) -> Listed:
     try:
-        with table.open(newline="", encoding="utf-8") as file:
+        with table.open(newline="", encoding="utf-8") as file, any_length():
             lines = list(file)
-        rows = list(csv.DictReader(lines))
-        unclosed = list(csv.reader([*lines, "."]))[-1] != ["."]
+            rows = list(csv.DictReader(lines))
+            unclosed = list(csv.reader([*lines, "."]))[-1] != ["."] or not _well_quoted(lines)
     except (UnicodeDecodeError, csv.Error) as error:
         raise ValueError(
             f"{str(table)!r} cannot be read as a table in UTF-8 ({type(error).__name__})"
@@ -187,8 +190,10 @@ def _from_table(folder: Path, table: Path, layout: FolderLayout, public: bool) -
         )
     for key, column in (("data.text", layout.file), ("data.label", layout.label)):
         if rows and column not in rows[0]:
-            known = nearest(column, filter(None, rows[0]))  # None: what a longer row has more
-            raise ValueError(f"{key}={column!r} is no column of {table.name}{known}")
+            # None: what a longer row has more
+            held = {name: [row[name] for row in rows] for name in filter(None, rows[0])}
+            told = no_column(column, held)
+            raise ValueError(f"{key}={column!r} is no column of {table.name}{told}")
     below: dict[str, list[Path]] | None = None
     found: Listed = []
     for number, row in enumerate(rows, start=2):
@@ -198,7 +203,7 @@ def _from_table(folder: Path, table: Path, layout: FolderLayout, public: bool) -
                 continue
             raise ValueError(f"{str(table)!r}: line {number} has too few columns")
         path = folder / row[layout.file]
-        if not path.is_file():
+        if not os.path.isfile(path):  # of a name that is too long Path's raises
             if below is None:
                 below = {}
                 for p in folder.rglob("*"):
@@ -225,6 +230,16 @@ def _from_table(folder: Path, table: Path, layout: FolderLayout, public: bool) -
             (path, tuple(w.strip() for w in words if w.strip() and w.strip() != layout.no_label))
         )
     return found
+
+
+def _well_quoted(lines: list[str]) -> bool:
+    """Whether quotation marks close where cells end. One that closes at the next row's first mark
+    would take all rows between for its own.
+    """
+    try:
+        return bool(list(csv.reader(lines, strict=True)))
+    except csv.Error:
+        return False
 
 
 def _from_folders(part: Path) -> Listed:

@@ -43,7 +43,7 @@ from quietgrad.training.tasks.loaded import WEIGHTS_FILE, LoadedModel, save_weig
 from quietgrad.training.tasks.predictions import SEPARATOR, Predictions, classified
 from quietgrad.training.tasks.records import Records, Told, outputs, unheard
 from quietgrad.training.tasks.splits import Splits
-from quietgrad.training.tasks.task import EVALUATION_BATCH, Parts, Task, ready
+from quietgrad.training.tasks.task import EVALUATION_BATCH, OF_ANSWERS, Parts, Task, ready
 from quietgrad.training.tasks.text.models import without_bars
 
 
@@ -53,6 +53,9 @@ class ImagesTask(Task):
     Attributes:
         public: images set aside as public and unlabelled, for spectra.
     """
+
+    what = "a classifier of images"
+    unread = OF_ANSWERS
 
     def __init__(
         self, splits: Splits[LabelledImages], public: LabelledImages | None = None
@@ -108,6 +111,11 @@ class ImagesTask(Task):
             raise ValueError(
                 f"data.label_separator={config.data.label_separator!r} is for a folder with "
                 f"train.csv and test.csv; data.source={config.data.source!r} has one label a record"
+            )
+        if config.data.labels and not is_image_folder(config.data.source):
+            raise ValueError(
+                f"data.labels={config.data.labels!r} is for a folder of images; "
+                f"data.source={config.data.source!r} brings its own list: leave it out"
             )
         train, test = load_any_images(config, config.data.source)
         return cls(

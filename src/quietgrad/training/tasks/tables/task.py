@@ -27,11 +27,21 @@ from quietgrad.training.tasks.tables.data import (
     unlabelled_rows,
 )
 from quietgrad.training.tasks.tables.models import PREFIX, TableClassifier, hidden_layers
-from quietgrad.training.tasks.task import EVALUATION_BATCH, Parts, Task, ready
+from quietgrad.training.tasks.task import (
+    EVALUATION_BATCH,
+    OF_ANSWERS,
+    OF_IMAGES,
+    Parts,
+    Task,
+    ready,
+)
 
 
 class TablesTask(Task):
     """Labelled rows, and a linear model or a small network; model.name begins with "table:"."""
+
+    what = "a classifier of rows"
+    unread = (*OF_IMAGES, "task.kind", *OF_ANSWERS)
 
     def __init__(self, splits: Splits[LabelledRows]) -> None:
         self.splits = splits

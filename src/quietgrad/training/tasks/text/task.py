@@ -22,7 +22,15 @@ from quietgrad.training.tasks.splits import (
     split_with_test,
     with_public_labels,
 )
-from quietgrad.training.tasks.task import EVALUATION_BATCH, Parts, Task, attention_for, ready
+from quietgrad.training.tasks.task import (
+    EVALUATION_BATCH,
+    OF_ANSWERS,
+    OF_IMAGES,
+    Parts,
+    Task,
+    attention_for,
+    ready,
+)
 from quietgrad.training.tasks.text.batches import (
     TokenisedTexts,
     every_other,
@@ -44,6 +52,9 @@ from quietgrad.training.tasks.text.saved import load_saved, save_classifier
 
 class TextTask(Task):
     """Labelled texts and an encoder with a head."""
+
+    what = "a classifier of texts"
+    unread = (*OF_IMAGES, *OF_ANSWERS)
 
     def __init__(self, splits: Splits[LabelledTexts]) -> None:
         self.splits = splits
