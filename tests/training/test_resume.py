@@ -91,6 +91,18 @@ def test_finished_run_resumes_to_its_own_result(settings) -> None:
     assert read_ledger(run_dir.path).releases == 6
 
 
+def test_a_resume_with_other_labels_is_refused(settings) -> None:
+    _, _, run_dir = train(settings, report=interrupt_at(3))
+    file = Path(settings["data.source"])
+    texts = file.read_text(encoding="utf-8")
+    file.write_text(texts.replace(",good", ",fine"), encoding="utf-8")
+    with pytest.raises(ValueError, match=r"other labels by now.*put the data back as they were"):
+        train(settings, resume=True)
+    assert read_ledger(run_dir.path).releases == 3
+    file.write_text(texts, encoding="utf-8")
+    assert train(settings, resume=True)[1].result["steps"] == 6
+
+
 @pytest.mark.parametrize("first", [True, False], ids=["private-then-not", "not-then-private"])
 def test_privacy_is_not_switched_on_a_resume(first: bool, settings) -> None:
     # Otherwise the ledger's epsilon would stand beside weights that saw the data without noise.

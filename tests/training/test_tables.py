@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny_runs import config_of, train
+from tiny_runs import config_of, interrupt_at, train
 
 from quietgrad.checks import SettingsWarning
 from quietgrad.clipping.verify import verify_clipping
+from quietgrad.ledger import read_ledger
 from quietgrad.training.prepare import prepare
 from quietgrad.training.tasks.registry import load_task
 from quietgrad.training.tasks.splits import IGNORED
@@ -55,6 +56,32 @@ def values(tmp_path: Path) -> dict[str, Any]:
         "training.run_dir": str(tmp_path / "run"),
         "optimizer.learning_rate": 2e-2,
     }
+
+
+@pytest.mark.parametrize("changed", ["labels", "scales"])
+def test_a_run_does_not_go_on_with_rows_that_mean_something_else(
+    changed: str, values: dict[str, Any]
+) -> None:
+    """Before: it did, as many records being there, and the weights were saved with the labels and
+    scales of now.
+    """
+    file = Path(values["data.source"])
+    before = file.read_text(encoding="utf-8")
+    words = before.replace("high", "yes").replace("low", "no")
+    minutes = "\n".join(_in_minutes(line) for line in before.splitlines()) + "\n"
+    _, outcome, run_dir = train(values, report=interrupt_at(3))
+    assert outcome.interrupted
+    file.write_text(words if changed == "labels" else minutes, encoding="utf-8")
+    with pytest.raises(ValueError, match=r"other labels by now.*put the data back as they were"):
+        train(values, resume=True)
+    assert read_ledger(run_dir.ledger).releases == 3
+    file.write_text(before, encoding="utf-8")
+    assert train(values, resume=True, report=interrupt_at(5))[1].result["steps"] == 5
+
+
+def _in_minutes(line: str) -> str:
+    age, trade, hours, income = line.split(",")
+    return line if hours == "hours" else f"{age},{trade},{60 * float(hours)},{income}"
 
 
 def test_a_network_learns_a_table_and_can_be_used_afterwards(values: dict[str, Any]) -> None:

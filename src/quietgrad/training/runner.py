@@ -149,8 +149,7 @@ def train(
         if private is not None:
             guard_on_public_records(prepared, private, loop.trained, loop.loss, loop.cache)
         if done < prepared.steps and together.first:
-            # An extended run had ended: what it said of its end is no longer true of what comes.
-            run_dir.forget_end()
+            run_dir.forget_end()  # of an extended run, which had said of its end what is not true
         batches = private.batches() if private is not None else _plain_batches(prepared, done)
         for indices in batches:
             step = private.released if private is not None else done
@@ -251,12 +250,13 @@ class _Loop:
 
     def save(self, done: int) -> None:
         if self.evaluates:
-            given = (self.model, self.optimizer, done, self.average)
-            starts = self.ledger.makers(done)
-            save_checkpoint(self.run_dir, *given, writes=self.writes, starts=starts)
+            given = (self.model, self.optimizer, done, self.average, self.writes)
+            made = (self.ledger.makers(done), self.prepared.task.learnt)
+            save_checkpoint(self.run_dir, *given, *made)
 
     def restore(self, say: Callable[[str], None]) -> Restored:
-        return restore_checkpoint(self.run_dir, self.model, self.optimizer, say, self.average)
+        given = (self.model, self.optimizer, say, self.average, self.prepared.task.learnt)
+        return restore_checkpoint(self.run_dir, *given)
 
     def finish(self, done: int) -> dict[str, Any]:
         """Scores, saves, and says how it went; on the first process."""

@@ -64,6 +64,7 @@ def save_checkpoint(
     average: ExponentialAverage | None = None,
     writes: bool = True,
     starts: tuple[str, ...] = (),
+    learnt: str = "",
 ) -> None:
     """Saves the state after ``done`` steps, on disk before the call returns; the newest so far
     becomes the previous one.
@@ -73,6 +74,7 @@ def save_checkpoint(
         writes: whether this process does. Where parameters are sharded all call, because all gather
             them, one tensor at a time; who does not write keeps none.
         starts: names, by the ledger, of the starts that made the releases so far.
+        learnt: what the model's inputs and outputs mean (``Task.learnt``).
 
     Raises:
         RuntimeError: if it cannot be written; the newest so far is there, or is the previous one.
@@ -85,6 +87,7 @@ def save_checkpoint(
     state = {
         "step": done,
         "starts": list(starts),
+        "learnt": learnt,
         "trainable": {name: whole(p) for name, p in trainable_parameters(model).items()},
         "fixed_head": {name: whole(p) for name, p in _fixed_head(model).items()},
         "optimizer": map_tensors(optimizer.state_dict(), whole),
@@ -108,6 +111,7 @@ def restore_checkpoint(
     optimizer: torch.optim.Optimizer,
     say: Callable[[str], None],
     average: ExponentialAverage | None = None,
+    learnt: str = "",
 ) -> Restored:
     """Puts model and optimiser, and the average of the weights, back to the newest checkpoint that
     can be read; where none was saved, the ledger still counts what was released.
@@ -116,10 +120,11 @@ def restore_checkpoint(
         run_dir, model, optimizer, average: of the run.
         say: called with one line where the newest checkpoint cannot be read and the one before
             takes its place.
+        learnt: what the model's inputs and outputs mean (``Task.learnt``).
 
     Raises:
         ValueError: if there are checkpoints and none can be read, or they are of another model or
-            optimiser.
+            optimiser, or of data with other labels.
     """
     newest, previous = run_dir.checkpoint, run_dir.previous_checkpoint
     if not newest.exists() and not previous.exists():
@@ -136,6 +141,13 @@ def restore_checkpoint(
             )
         say(
             f"{newest.name} is damaged or gone; going on from {previous.name}, step {state['step']}"
+        )
+    if state.get("learnt", learnt) != learnt:
+        raise ValueError(
+            f"cannot resume {str(run_dir.path)!r}: data.source has other labels by now, or other "
+            "columns or scales of its public records, than the run has trained for, and the model "
+            "would be saved with them; put the data back as they were, or begin a new run "
+            "directory (the epsilons add)"
         )
     _put_back(state, model, optimizer)
     if average is not None:

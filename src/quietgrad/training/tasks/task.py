@@ -7,6 +7,8 @@ What stands here is what every classifier shares; a kind replaces what is its ow
 
 from __future__ import annotations
 
+import hashlib
+import json
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -133,6 +135,18 @@ class Task(ABC):
     def label_names(self) -> tuple[str, ...]:
         names: tuple[str, ...] = self.splits.train.label_names
         return names
+
+    @property
+    def learnt(self) -> str:
+        """A digest of what the model's inputs and outputs mean, which is public; a run that goes on
+        must find the same.
+        """
+        told = json.dumps([self.label_names, self.how_read()])
+        return hashlib.blake2b(told.encode(), digest_size=16).hexdigest()
+
+    def how_read(self) -> object:
+        """What of the public records decides how the model reads all of them."""
+        return None
 
     @property
     def record_ids(self) -> tuple[bytes, ...]:

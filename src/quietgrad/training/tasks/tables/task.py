@@ -94,6 +94,10 @@ class TablesTask(Task):
         )
         return ready(config, model, device), (train, validation, test)
 
+    def how_read(self) -> object:
+        """Columns, and the scales of their numbers."""
+        return self.encoding.to_json()
+
     def save(self, model: LoadedModel, folder: Path, trained_on: Record) -> None:
         """Weights, and the encoding of cells, which is public; ``load_saved_table`` reads both."""
         save_weights(model, self.label_names, folder, trained_on, encoding=self.encoding.to_json())
