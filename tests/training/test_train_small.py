@@ -39,7 +39,8 @@ METRICS_KEYS = {
     "data_declared_public",
 }
 SEED = "0f2e4d6c8b1a39577e93d5c1f4a6b802"  # of the length that private data ask for
-CHECKPOINT_KEYS = {"fixed_head", "step", "trainable", "optimizer", "starts"}  # no generator's state
+# No generator's state; "learnt" is of labels and scales, which the saved model states.
+CHECKPOINT_KEYS = {"fixed_head", "step", "trainable", "optimizer", "starts", "learnt"}
 
 
 def test_command_line_from_plan_to_epsilon(quietgrad, settings, write_config) -> None:
@@ -119,6 +120,7 @@ def test_nothing_private_is_written(settings) -> None:
     assert all(set(m) <= METRICS_KEYS for m in metrics)
     saved = torch.load(run_dir.checkpoint, weights_only=True)
     assert set(saved) == CHECKPOINT_KEYS
+    assert len(saved["learnt"]) == 32
     assert saved["fixed_head"] == {}  # of a head that trains there is one copy, among the trainable
     known = {
         "config.toml",
