@@ -94,8 +94,11 @@ def pictures(folder: Path, row: str = "") -> Path:
 
 @pytest.mark.parametrize(
     "name",
-    ["bob" * 100 + ".png", "bob/" * 2000 + ".png", "b" * 140_000, "b\0b.png", "", "/dev/zero"],
-    ids=["long", "deep", "huge", "zero", "none", "device"],
+    [
+        *("bob" * 100 + ".png", "bob/" * 2000 + ".png", "b" * 140_000, "b\0b.png", "", "/dev/zero"),
+        '"bob"b.png',
+    ],
+    ids=["long", "deep", "huge", "zero", "none", "device", "marks"],
 )
 def test_a_private_row_that_can_name_no_file_is_ignored(name: str, tmp_path: Path) -> None:
     """Before: of a name that is too long, the system's own words, which quote it."""
@@ -202,6 +205,22 @@ def test_an_open_mark_does_not_end_at_the_mark_of_a_later_row(
         assert "doctor" not in str(refused.value)
     lines = ["text,label", '"two', 'lines, ""well"" closed",good', 'a "mark" inside,bad', '"a"b,x']
     assert len(load_texts(str(written(tmp_path / "d.csv", lines)), "text", "label")) == 3
+
+
+@pytest.mark.parametrize("later", ["", '"a cell in marks",good\n'])
+def test_an_open_mark_beside_a_broken_letter_is_an_open_mark(later: str, tmp_path: Path) -> None:
+    """Before: a broken row, with which data.skip_bad left out all others that the mark took."""
+    rows = "".join(f"text {i},{'good' if i % 2 else 'bad'}\n" for i in range(20)).encode()
+    file = tmp_path / "a.csv"
+    for mark, refused in ((b'"', True), (b"", False)):
+        broken = mark + b"caf\xe9 of bob,good\n"
+        file.write_bytes(b"text,label\n" + rows + broken + rows + later.encode() + rows)
+        if refused:
+            with pytest.raises(ValueError, match="cannot be told apart"):
+                load_texts(str(file), "text", "label", skip_bad=True)
+        else:
+            found = load_texts(str(file), "text", "label", skip_bad=True)
+            assert len(found) == 60 + bool(later)
 
 
 def test_the_same_in_a_table_of_images(tmp_path: Path) -> None:

@@ -122,6 +122,7 @@ def test_column_names_say_what_stands_between_cells(
         ("a.csv", b"text;label\n\n", "column names, and none below"),
         ("a.csv", b"text,text\na,b\n", "two columns of one name"),
         ("a.csv", b'text,label\na,b\n"c,d\ne,f\n', "not closed"),
+        ("a.csv", b'text,label\na,b\n"c,d\n', "not closed"),
         ("a.csv", b'"text,label\na,b\n', "column names"),
         ("a.jsonl", b'[\n{"a": 1}\n]\n', "name it .json"),
         ("a.jsonl", b"", "it is empty"),

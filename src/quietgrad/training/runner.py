@@ -149,7 +149,7 @@ def train(
         if private is not None:
             guard_on_public_records(prepared, private, loop.trained, loop.loss, loop.cache)
         if done < prepared.steps and together.first:
-            run_dir.forget_end()  # of an extended run, which had said of its end what is not true
+            run_dir.forget_end()  # an extended run's: what was said of it is true no longer
         batches = private.batches() if private is not None else _plain_batches(prepared, done)
         for indices in batches:
             step = private.released if private is not None else done

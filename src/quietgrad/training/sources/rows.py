@@ -8,11 +8,9 @@ whether there are such rows.
 
 from __future__ import annotations
 
-import contextlib
 import csv
 import io
 import json
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -20,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from quietgrad.checks import how_many
+from quietgrad.training.sources.quoting import any_length, is_told_apart
 
 FILES = (".csv", ".tsv", ".jsonl", ".json", ".parquet")
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -186,18 +185,11 @@ def _is_empty_line(row: list[str], lines: list[str], names: list[str]) -> bool:
 
 
 def _wrong_with(row: list[str], lines: list[str], separator: str) -> str:
-    """What is wrong with a row by itself: its bytes, or a quotation mark that is left open."""
-    if any(not cell.isascii() and _has_surrogates(cell) for cell in row):
-        return NOT_UTF8
-    if not any('"' in line for line in lines):
-        return ""
-    # With an open one, a line more would belong to the same row.
-    closed = len(list(csv.reader([*lines, "."], delimiter=separator))) > 1
-    # One that closes within a cell of a later line is that cell's own: rows lie between.
-    with contextlib.suppress(csv.Error):
-        if closed and list(csv.reader(lines, delimiter=separator, strict=len(lines) > 1)):
-            return ""
-    return UNCLOSED
+    """What is wrong with a row by itself: a quotation mark that is left open, or its bytes."""
+    if not is_told_apart(lines, separator):
+        return UNCLOSED  # first: such a row may hold others, and they are not left out with it
+    rotten = any(not cell.isascii() and _has_surrogates(cell) for cell in row)
+    return NOT_UTF8 if rotten else ""
 
 
 def _has_surrogates(cell: str) -> bool:
@@ -206,16 +198,6 @@ def _has_surrogates(cell: str) -> bool:
     except UnicodeEncodeError:
         return True
     return False
-
-
-@contextlib.contextmanager
-def any_length() -> Iterator[None]:
-    """A cell may be as long as it is; Python's reader stops at 131072 letters by itself."""
-    before = csv.field_size_limit(min(sys.maxsize, 2**31 - 1))
-    try:
-        yield
-    finally:
-        csv.field_size_limit(before)
 
 
 def _separator(text: str, usual: str) -> str:

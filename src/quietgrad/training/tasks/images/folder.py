@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from quietgrad.checks import nearest
 from quietgrad.training.sources.pictures import TINY_IMAGENET
-from quietgrad.training.sources.rows import any_length
+from quietgrad.training.sources.quoting import any_length, is_told_apart
 from quietgrad.training.tasks.columns import no_column
 from quietgrad.training.tasks.images.data import LabelledImages
 from quietgrad.training.tasks.images.pixels import mode_of, pixels_of
@@ -177,13 +177,13 @@ def _from_table(folder: Path, table: Path, layout: FolderLayout, public: bool) -
         with table.open(newline="", encoding="utf-8") as file, any_length():
             lines = list(file)
             rows = list(csv.DictReader(lines))
-            unclosed = list(csv.reader([*lines, "."]))[-1] != ["."] or not _well_quoted(lines)
+            apart = _are_told_apart(lines)
     except (UnicodeDecodeError, csv.Error) as error:
         raise ValueError(
             f"{str(table)!r} cannot be read as a table in UTF-8 ({type(error).__name__})"
         ) from None
-    if unclosed:
-        # One private row would take all that come after it for its own.
+    if not apart:
+        # One private row would take others for its own.
         raise ValueError(
             f"{str(table)!r} has a quotation mark that is not closed, so its rows cannot be told "
             f"apart; `quietgrad check {shlex.quote(str(folder))}` says where"
@@ -232,14 +232,13 @@ def _from_table(folder: Path, table: Path, layout: FolderLayout, public: bool) -
     return found
 
 
-def _well_quoted(lines: list[str]) -> bool:
-    """Whether quotation marks close where cells end. One that closes at the next row's first mark
-    would take all rows between for its own.
-    """
-    try:
-        return bool(list(csv.reader(lines, strict=True)))
-    except csv.Error:
-        return False
+def _are_told_apart(lines: list[str]) -> bool:
+    reader, begun = csv.reader(lines), 0
+    for _ in reader:
+        if not is_told_apart(lines[begun : reader.line_num]):
+            return False
+        begun = reader.line_num
+    return True
 
 
 def _from_folders(part: Path) -> Listed:
