@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from quietgrad.clipping import Clipper
 from quietgrad.clipping.norms.factors import SummedRows
-from quietgrad.clipping.norms.rules import layer_norm_rule
+from quietgrad.clipping.norms.rules.normalisations import layer_norm_rule
 
 
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16])

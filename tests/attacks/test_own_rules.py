@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from attacks.guarded import switched_off
 from quietgrad.clipping import Clipper, DenseFactors, DirectGradients, add_layer_rule
 from quietgrad.clipping import sum_over_positions as summed
-from quietgrad.clipping.norms import own_rules, rules
+from quietgrad.clipping.norms.rules import own, registry
 
 RECORDS = 24
 
@@ -42,10 +42,10 @@ class Mixed(nn.Module):
 
 @pytest.fixture(autouse=True)
 def table_is_put_back() -> Iterator[None]:
-    before = dict(rules._RULES)
+    before = dict(registry._RULES)
     yield
-    rules._RULES.clear()
-    rules._RULES.update(before)
+    registry._RULES.clear()
+    registry._RULES.update(before)
 
 
 def right(module: Scale, x: Tensor, grad: Tensor, wanted: Any) -> dict[str, Any]:
@@ -213,7 +213,7 @@ def crowd(longer: int, length: int, width: int) -> tuple[Tensor, Tensor]:
 
 
 def of_a_crowd(rule: Any, longer: int, length: int, width: int) -> Tensor:
-    rules._RULES[Scale] = rule
+    registry._RULES[Scale] = rule
     bound = Clipper(1e-3, engine="bookkeeping", physical_batch_size=64).bind(
         Scale(width), lambda m, b: (m(b[0]) * b[1]).flatten(1).sum(1)
     )
@@ -336,8 +336,8 @@ def of_centred(module: Centred, x: Tensor, grad: Tensor, wanted: Any) -> dict[st
     (of_centred, Centred(8), (4, 5, 8)),
 ])  # fmt: skip
 def test_right_rules_are_taken(rule: Any, layer: nn.Module, shape: tuple[int, ...]) -> None:
-    own_rules.add_layer_rule(rule, layer, torch.randn(shape))
-    assert rules.rule_for(layer) is not None
+    own.add_layer_rule(rule, layer, torch.randn(shape))
+    assert registry.rule_for(layer) is not None
 
 
 def test_sums_over_positions_have_the_type_that_norms_are_taken_in() -> None:

@@ -5,6 +5,7 @@ their gradient: no bit of it may follow from their company.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ from quietgrad.clipping.norms.estimators.projections import Projections
 from quietgrad.clipping.norms.factors import ConvolutionFactors, Geometry, dense, direct
 from quietgrad.clipping.norms.factors.extents import ByExtent, by_extent, extents_of
 from quietgrad.clipping.norms.factors.groups import RowGroups
+from quietgrad.clipping.norms.factors.sums import elementwise
 from quietgrad.clipping.norms.factors.sums.elementwise import sum_of_few, sum_of_rows
 from quietgrad.randomness import RandomKey
 
@@ -284,7 +286,13 @@ def test_images_of_one_size_stay_together() -> None:
         (2, 3, 2, 3, 4),
     ],
 )
-def test_zeros_among_positions_change_no_bit(shape: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("way", ["the processor's", "any device's"])
+def test_zeros_among_positions_change_no_bit(
+    way: str, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if way == "any device's":
+        elsewhere = functools.partial(elementwise._sum_of_texts, dtype=torch.float32)
+        monkeypatch.setattr(elementwise, "_in_bags", elsewhere)
     source = torch.Generator().manual_seed(0)
     x = 1e4 * torch.randn(shape, generator=source)
     found = sum_of_rows(x, torch.float32)
@@ -295,6 +303,48 @@ def test_zeros_among_positions_change_no_bit(shape: tuple[int, ...]) -> None:
     assert torch.equal(sum_of_few(few), sum_of_few(nn.functional.pad(few, (0, 0, 0, 5))))
     none = x.flatten(1, -2)[:, :0]
     assert torch.equal(sum_of_rows(none, torch.float32), torch.zeros(2, shape[-1]))
+
+
+def one_after_another(x_btn: Tensor) -> Tensor:
+    """Runs of RUN positions, and runs of runs, by a loop."""
+    while x_btn.shape[1] > 1:
+        runs = []
+        for run in x_btn.split(elementwise.RUN, dim=1):
+            total = torch.zeros_like(run[:, 0])
+            for row in run.unbind(1):
+                total += row
+            runs.append(total)
+        x_btn = torch.stack(runs, dim=1)
+    return x_btn[:, 0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("b, t, n", [(3, 31, 40), (5, 33, 1), (2, 1025, 7), (1, 512, 300)])
+def test_positions_are_added_one_after_another(b: int, t: int, n: int, dtype: torch.dtype) -> None:
+    """No bit differs from the loop's, and so none follows from what stands beside an example."""
+    source = torch.Generator().manual_seed(0)
+    x = torch.randn(b, t, n, generator=source, dtype=dtype)
+    x *= 10.0 ** torch.randn(b, t, 1, generator=source, dtype=dtype)
+    found = sum_of_rows(x, dtype)
+    assert torch.equal(found, one_after_another(x))
+    assert not torch.equal(found, x.flip(1).sum(1))  # an order is needed for these
+    for alone in range(b):
+        assert torch.equal(sum_of_rows(x[alone : alone + 1], dtype)[0], found[alone])
+    lies_otherwise = x.transpose(1, 2).contiguous().transpose(1, 2)
+    assert torch.equal(sum_of_rows(lies_otherwise, dtype), found)
+    repeated = x[:, :1].expand(b, t, n)
+    assert torch.equal(sum_of_rows(repeated, dtype), one_after_another(repeated))
+
+
+@pytest.mark.parametrize("narrow", [torch.bfloat16, torch.float16])
+def test_half_precision_is_added_up_in_single(narrow: torch.dtype) -> None:
+    x = torch.randn(2, 300, 5, generator=torch.Generator().manual_seed(0)).to(narrow)
+    assert torch.equal(sum_of_rows(x, torch.float32), one_after_another(x.float()))
+
+
+@pytest.mark.parametrize("shape", [(0, 5, 3), (2, 5, 0), (0, 40, 3), (2, 40, 0), (0, 0, 3)])
+def test_nothing_adds_up_to_nothing(shape: tuple[int, ...]) -> None:
+    assert sum_of_rows(torch.zeros(shape), torch.float32).shape == (shape[0], shape[2])
 
 
 @pytest.mark.parametrize("estimator", ["auto", "materialized", "hutch"])

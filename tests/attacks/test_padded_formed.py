@@ -17,8 +17,8 @@ from quietgrad.clipping import Clipper, sum_over_positions
 from quietgrad.clipping.norms import rounding
 from quietgrad.clipping.norms.estimators.projections import Projections
 from quietgrad.clipping.norms.factors import Contribution, DirectGradients
-from quietgrad.clipping.norms.own_rules import add_layer_rule
-from quietgrad.clipping.norms.rules import _RULES
+from quietgrad.clipping.norms.rules.own import add_layer_rule
+from quietgrad.clipping.norms.rules.registry import _RULES
 from quietgrad.randomness import RandomKey
 from tests.attacks.test_padded_models import (
     CROWD,

@@ -16,7 +16,7 @@ from quietgrad.clipping.capture.escapes import NotCaptured
 from quietgrad.clipping.engines import contributions
 from quietgrad.clipping.norms.choice import Policy
 from quietgrad.clipping.norms.cost import MODELLED_PROCESSOR, cost_of
-from quietgrad.clipping.norms.rules import embedding_rule
+from quietgrad.clipping.norms.rules.linear import embedding_rule
 
 pytestmark = pytest.mark.usefixtures("examined_once")
 

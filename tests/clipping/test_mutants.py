@@ -17,7 +17,6 @@ from quietgrad.clipping.capture.routines import maps, recurrent
 from quietgrad.clipping.capture.routines.time import Order
 from quietgrad.clipping.engines import accumulator, bookkeeping, one_example
 from quietgrad.clipping.engines.at_once import weight_and_bias
-from quietgrad.clipping.norms import rules
 from quietgrad.clipping.norms.estimators.several import together
 from quietgrad.clipping.norms.estimators.several.rank_one import RankOne
 from quietgrad.clipping.norms.estimators.several.together import Together
@@ -28,6 +27,7 @@ from quietgrad.clipping.norms.factors import (
     SummedRows,
 )
 from quietgrad.clipping.norms.rounding import Measured, Norms
+from quietgrad.clipping.norms.rules import registry
 from quietgrad.clipping.soundness.guard import Guard
 from quietgrad.clipping.verify import verify_clipping
 
@@ -83,9 +83,9 @@ def adding(engine_name: str, change: Callable) -> Break:
 
 
 def rule(kind: type[nn.Module], change: Callable) -> Break:
-    right = rules._RULES[kind]
+    right = registry._RULES[kind]
     return lambda patch: patch.setitem(
-        rules._RULES, kind, lambda *arguments: change(right(*arguments), *arguments)
+        registry._RULES, kind, lambda *arguments: change(right(*arguments), *arguments)
     )
 
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quietgrad.clipping import DenseFactors, DirectGradients, add_layer_rule, sum_over_positions
-from quietgrad.clipping.norms import rules
+from quietgrad.clipping.norms.rules import registry
 from quietgrad.clipping.verify import verify_clipping
 
 
@@ -61,10 +61,10 @@ def undefined(module: Gate, x: Tensor, grad: Tensor, wanted: Any) -> dict[str, A
 
 @pytest.fixture(autouse=True)
 def table_is_put_back() -> Iterator[None]:
-    before = dict(rules._RULES)
+    before = dict(registry._RULES)
     yield
-    rules._RULES.clear()
-    rules._RULES.update(before)
+    registry._RULES.clear()
+    registry._RULES.update(before)
 
 
 def inputs() -> Tensor:
@@ -73,7 +73,7 @@ def inputs() -> Tensor:
 
 def test_a_right_rule_is_used_and_measures_right() -> None:
     gate = Gate()
-    assert rules.rule_for(gate) is None
+    assert registry.rule_for(gate) is None
     calls: list[int] = []
 
     def counted(module: Gate, x: Tensor, grad: Tensor, wanted: Any) -> dict[str, Any]:
@@ -108,7 +108,7 @@ def test_a_right_rule_is_used_and_measures_right() -> None:
 def test_a_wrong_rule_is_refused(rule: Any, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         add_layer_rule(rule, Gate(), inputs())
-    assert rules.rule_for(Gate()) is None
+    assert registry.rule_for(Gate()) is None
 
 
 def test_what_a_rule_has_to_give_is_said() -> None:
@@ -126,7 +126,7 @@ def test_what_a_rule_has_to_give_is_said() -> None:
     for rule, name in ((every_position, "DirectGradients"), (without_groups, "DenseFactors")):
         with pytest.raises(ValueError, match=f"gives {name} of shape .*it takes Direct"):
             add_layer_rule(rule, Gate(), inputs())
-    assert rules.rule_for(Gate()) is None
+    assert registry.rule_for(Gate()) is None
 
 
 def test_what_no_rule_can_be_added_for() -> None:

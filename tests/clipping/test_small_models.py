@@ -18,9 +18,9 @@ from quietgrad.clipping.capture.layout.modules import (
     tensors_in,
     walked_once,
 )
-from quietgrad.clipping.norms import rules
 from quietgrad.clipping.norms.factors.sums import examples
 from quietgrad.clipping.norms.factors.sums.examples import sum_of_products, sum_of_spans
+from quietgrad.clipping.norms.rules import registry
 from quietgrad.clipping.planner import execution
 from quietgrad.clipping.planner.execution import Planned, choose_execution
 from quietgrad.tensors import Batch
@@ -133,8 +133,8 @@ def test_a_rule_that_is_added_counts_from_the_next_step(monkeypatch: pytest.Monk
     kind = type("Own", (nn.Linear,), {})
     model, shared, layouts = nn.Sequential(kind(6, 3)), SharedInputs(), Layouts()
     assert layouts.of(model, shared).sites[0].rule is None
-    monkeypatch.setitem(rules._RULES, kind, rules.linear_rule)
-    assert layouts.of(model, shared).sites[0].rule is rules.linear_rule
+    monkeypatch.setitem(registry._RULES, kind, registry.linear_rule)
+    assert layouts.of(model, shared).sites[0].rule is registry.linear_rule
 
 
 @pytest.mark.parametrize("n", [1, 3, 4, 5, 11, 64, 200, 263])

@@ -26,12 +26,12 @@ SHOWN = {
 @pytest.fixture(autouse=True)
 def rules_are_put_back() -> Iterator[None]:
     """Of layers that a script brings."""
-    from quietgrad.clipping.norms import rules
+    from quietgrad.clipping.norms.rules import registry
 
-    before = dict(rules._RULES)
+    before = dict(registry._RULES)
     yield
-    rules._RULES.clear()
-    rules._RULES.update(before)
+    registry._RULES.clear()
+    registry._RULES.update(before)
 
 
 def test_the_gallery_is_what_its_page_says() -> None:

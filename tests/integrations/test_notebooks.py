@@ -28,12 +28,12 @@ def maker() -> ModuleType:
 @pytest.fixture(autouse=True)
 def rules_are_put_back() -> Iterator[None]:
     """Of layers that a notebook brings."""
-    from quietgrad.clipping.norms import rules
+    from quietgrad.clipping.norms.rules import registry
 
-    before = dict(rules._RULES)
+    before = dict(registry._RULES)
     yield
-    rules._RULES.clear()
-    rules._RULES.update(before)
+    registry._RULES.clear()
+    registry._RULES.update(before)
 
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)

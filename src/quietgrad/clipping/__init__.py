@@ -7,7 +7,7 @@ from quietgrad.clipping.clipped_sum import ClippedSum
 from quietgrad.clipping.clipper import Clipper
 from quietgrad.clipping.norms.factors import DenseFactors, DirectGradients
 from quietgrad.clipping.norms.factors.sums.elementwise import sum_over_positions
-from quietgrad.clipping.norms.own_rules import add_layer_rule
+from quietgrad.clipping.norms.rules.own import add_layer_rule
 from quietgrad.clipping.settings import Clipping, Performance
 from quietgrad.clipping.soundness.refusals import refuse_cross_example_layers, replace_batch_norm
 

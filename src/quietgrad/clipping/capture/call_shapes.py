@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from quietgrad.clipping.capture.escapes import nested, no_example_dimension, several_inputs
 from quietgrad.clipping.capture.layout import Site
-from quietgrad.clipping.norms.rules import batched_dims
+from quietgrad.clipping.norms.rules.registry import batched_dims
 
 
 def require_not_nested(site: Site, values: Iterable[Any]) -> None:

@@ -31,7 +31,7 @@ from quietgrad.clipping.capture.layout import Layout, SharedInputs, Site
 from quietgrad.clipping.capture.row_norms import RowWatch, row_hook, watches_rows
 from quietgrad.clipping.capture.spread import Spread, put_inside
 from quietgrad.clipping.capture.units import first_dimension
-from quietgrad.clipping.norms.rules import kept_input
+from quietgrad.clipping.norms.rules.registry import kept_input
 from quietgrad.tensors import Autocast, map_tensors
 
 

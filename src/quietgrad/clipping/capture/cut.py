@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from quietgrad.clipping.norms.factors import Given, OneHotFactors
-from quietgrad.clipping.norms.rules import Rule, embedding_rule, linear_rule
+from quietgrad.clipping.norms.rules.linear import embedding_rule, linear_rule
+from quietgrad.clipping.norms.rules.registry import Rule
 from quietgrad.tensors import axis_of, is_spread, local_of, received
 
 REMEDY = (

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import _disable_current_modes, _get_current_di
 
 from quietgrad.clipping.capture.layout import Layout, Site
 from quietgrad.clipping.norms.factors.rows import is_same
-from quietgrad.clipping.norms.rules import linear_rule, transposed_linear_rule
+from quietgrad.clipping.norms.rules.linear import linear_rule, transposed_linear_rule
 
 WIDE = (torch.float32, torch.float64)
 

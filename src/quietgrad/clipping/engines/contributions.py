@@ -14,7 +14,6 @@ from torch import Tensor
 from quietgrad.clipping.capture.capture import Recording, Use
 from quietgrad.clipping.capture.fallback import fallback_contributions, fallback_spreads
 from quietgrad.clipping.capture.routines.again import maps_of
-from quietgrad.clipping.norms.checked_rule import CheckedRule
 from quietgrad.clipping.norms.estimators.projections import Projections
 from quietgrad.clipping.norms.factors import (
     ConvolutionFactors,
@@ -27,6 +26,7 @@ from quietgrad.clipping.norms.factors import (
 )
 from quietgrad.clipping.norms.factors.groups import RowGroups
 from quietgrad.clipping.norms.rounding import squared_norms
+from quietgrad.clipping.norms.rules.checked import CheckedRule
 from quietgrad.clipping.norms.signs import OF_SQUARES, Signs
 from quietgrad.clipping.norms.spread import spread_of
 from quietgrad.tensors import accumulation_dtype, full_precision

@@ -19,7 +19,7 @@ from quietgrad.clipping.norms.factors import (
     DirectGradients,
     OneHotFactors,
 )
-from quietgrad.clipping.norms.rules import embedding_rule
+from quietgrad.clipping.norms.rules.linear import embedding_rule
 
 # Entries of a parameter's gradient up to which its norm waits for others'.
 SMALL = 2**13

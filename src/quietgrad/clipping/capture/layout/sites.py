@@ -15,7 +15,7 @@ from quietgrad.clipping.capture.cut import Cut
 from quietgrad.clipping.capture.layout.modules import named_modules_of
 from quietgrad.clipping.capture.spread import Spread
 from quietgrad.clipping.capture.units import PLAIN, Unit, first_dimension, unit_of
-from quietgrad.clipping.norms.rules import Rule, rule_for, rules_now
+from quietgrad.clipping.norms.rules.registry import Rule, rule_for, rules_now
 from quietgrad.tensors import is_spread, local_of, received, trainable_parameters
 
 # Children that are called with inputs common to all examples (T5's table of relative positions):

@@ -15,12 +15,13 @@ from torch import Tensor
 
 from quietgrad.clipping.capture.capture import Call, Identity, Recording
 from quietgrad.clipping.capture.layout import Site
-from quietgrad.clipping.norms.map_rules import (
+from quietgrad.clipping.norms.rules.linear import embedding_rule, linear_rule
+from quietgrad.clipping.norms.rules.maps import (
     repeated_rule,
     stacked_linear_rule,
     stacked_shift_rule,
 )
-from quietgrad.clipping.norms.rules import Rule, embedding_rule, linear_rule
+from quietgrad.clipping.norms.rules.registry import Rule
 
 
 @dataclass(frozen=True)

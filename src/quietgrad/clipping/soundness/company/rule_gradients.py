@@ -16,8 +16,8 @@ from torch import Tensor
 
 from quietgrad.clipping.capture.capture import Use
 from quietgrad.clipping.capture.layout import Layout
-from quietgrad.clipping.norms.checked_rule import CheckedRule
 from quietgrad.clipping.norms.factors import Contribution, DenseFactors, DirectGradients
+from quietgrad.clipping.norms.rules.checked import CheckedRule
 from quietgrad.clipping.soundness.fingerprints import wide
 from quietgrad.tensors import full_precision
 

@@ -10,9 +10,9 @@ from quietgrad.clipping.capture.backward import (
     with_any_checkpointing,
 )
 from quietgrad.clipping.capture.capture import Use
-from quietgrad.clipping.norms.checked_rule import CheckedRule
-from quietgrad.clipping.norms.own_rules import other_bits
-from quietgrad.clipping.norms.padded_rules import moved_by_padding
+from quietgrad.clipping.norms.rules.checked import CheckedRule
+from quietgrad.clipping.norms.rules.own import other_bits
+from quietgrad.clipping.norms.rules.padded import moved_by_padding
 from quietgrad.clipping.soundness.company.rule_gradients import own_rules
 from quietgrad.clipping.soundness.held_still import seeded
 from quietgrad.clipping.soundness.subject import Subject

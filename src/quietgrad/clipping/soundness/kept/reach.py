@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quietgrad.clipping.norms.checked_rule import added_rules
+from quietgrad.clipping.norms.rules.checked import added_rules
 from quietgrad.clipping.soundness.kept.holders import (
     ABSENT,
     MUTABLE,

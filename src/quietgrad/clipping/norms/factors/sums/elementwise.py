@@ -2,8 +2,10 @@
 
 A library's own sum takes another order at another length: where a record's positions cancel until
 rounding alone is left, that rounding is its gradient, and a longer record beside it would change
-all of it. Here every addition is an elementwise one, each entry's in the order of the positions:
-zeros among them change nothing, whatever the library, its threads or the device.
+all of it. Here each entry's additions come in the order of the positions, and zeros among them
+change nothing. On the processor a text's rows are a bag of an embedding, which torch adds up row
+after row; elsewhere, and of maps, every addition is an elementwise one, whatever the library, its
+threads or the device.
 """
 
 from __future__ import annotations
@@ -14,8 +16,12 @@ from torch import Tensor
 from quietgrad.clipping.norms.factors.sums.pairs import add_in_pairs
 from quietgrad.tensors import accumulation_dtype
 
+RUN = 32  # positions of a bag; more of them are bags of bags
+
 SIDE_BY_SIDE = 8  # neighbouring positions of a text
 ONE_AFTER_THE_OTHER = 16  # such runs of neighbours; more of them are added up in pairs of as many
+
+SUM_OF_BAGS = 0  # a mode of torch's
 
 # Entries of what all runs of some texts are added up to at once: as many as a processor's cache
 # takes.
@@ -26,18 +32,32 @@ def sum_of_rows(x: Tensor, dtype: torch.dtype) -> Tensor:
     """[b, ..., n] -> [b, n] in ``dtype``, over all dimensions between: positions of texts, or the
     lines of maps, which padding may make longer at their ends. A single row is given as it is.
 
-    A few neighbours, or a map's whole line, are added side by side, and then each other in pairs.
+    Texts come in runs, of runs where they are long: rounding grows with the logarithm of their
+    length. A map's whole lines are added side by side, and then each other in pairs.
     """
     b, (length, n) = x.shape[0], x.shape[-2:]
     rows = x.shape[1:-1].numel()
     if rows == 1:
         return x.reshape(b, n).to(dtype)
-    if not rows:
+    if not x.numel():
         return x.new_zeros(b, n, dtype=dtype)
     if x.shape[1:-2].numel() == 1:
-        return _sum_of_texts(x.reshape(b, length, n), dtype)
+        texts = x.reshape(b, length, n)
+        return _in_bags(texts.to(dtype)) if x.device.type == "cpu" else _sum_of_texts(texts, dtype)
     lines = x.reshape(b, -1, length, n)
     return add_in_pairs(_one_after_the_other(list(lines.unbind(1)), dtype))
+
+
+def _in_bags(x_btn: Tensor) -> Tensor:
+    """[b, t, n] -> [b, n]: one call reads all rows once."""
+    b, t, n = x_btn.shape
+    runs = -(-t // RUN)
+    firsts = torch.arange(0, b * t, t)
+    if runs > 1:
+        firsts = (firsts.unsqueeze(1) + torch.arange(0, t, RUN)).view(-1)
+    rows, each = x_btn.reshape(b * t, n).contiguous(), torch.arange(b * t)
+    sums = torch.embedding_bag(rows, each, firsts, False, SUM_OF_BAGS)[0]
+    return sums if runs == 1 else _in_bags(sums.view(b, runs, n))
 
 
 def _sum_of_texts(x_btn: Tensor, dtype: torch.dtype) -> Tensor:

@@ -27,7 +27,7 @@ from quietgrad.clipping.norms.factors import (
     DirectGradients,
     formed,
 )
-from quietgrad.clipping.norms.rules import Rule
+from quietgrad.clipping.norms.rules.registry import Rule
 
 LENGTHS = (7, 14, 30)
 LONGER = (1, 2, 5, 70)

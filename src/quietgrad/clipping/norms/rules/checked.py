@@ -13,7 +13,7 @@ from quietgrad.clipping.norms.factors import (
     DirectGradients,
     SummedRows,
 )
-from quietgrad.clipping.norms.rules import Rule, rule_for
+from quietgrad.clipping.norms.rules.registry import Rule, rule_for
 
 
 @dataclass(frozen=True)

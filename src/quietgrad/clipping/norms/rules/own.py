@@ -8,10 +8,10 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from quietgrad.clipping.norms.checked_rule import CheckedRule
 from quietgrad.clipping.norms.factors import DenseFactors, DirectGradients, Given
-from quietgrad.clipping.norms.padded_rules import moved_by_padding
-from quietgrad.clipping.norms.rules import _RULES, Rule, rule_for
+from quietgrad.clipping.norms.rules.checked import CheckedRule
+from quietgrad.clipping.norms.rules.padded import moved_by_padding
+from quietgrad.clipping.norms.rules.registry import _RULES, Rule, rule_for
 
 TOLERANCE = 1e-4  # relative, of a float64 copy: far above rounding, far below a wrong formula
 
