@@ -243,6 +243,16 @@ UNREAD: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"task": {"kind": "generate"}}, {"labels": ["a", "b"]}, "a model of answers"),
     ({"task": {"kind": "generate"}}, {"text_pair": "second"}, "a model of answers"),
     ({"model": {"name": "cnn:groupnorm"}, "task": {"decoded": "rouge1"}}, {}, "of images"),
+    ({"model": {"name": "cnn:groupnorm", "max_length": 9}}, {}, "a classifier of images"),
+    ({"model": {"name": "cnn:groupnorm"}}, {"test_fraction": 0.3}, "a classifier of images"),
+    ({"model": {"name": "table:mlp"}}, {"text": "review"}, "a classifier of rows"),
+    ({"model": {"name": "table:mlp", "max_length": 9}}, {}, "a classifier of rows"),
+    ({"model": {"name": "table:mlp", "head": "auto"}}, {}, "a classifier of rows"),
+    ({"model": {"name": "table:mlp", "lora_rank": 4}}, {}, "a classifier of rows"),
+    ({"model": {"name": "table:mlp", "tune": "full", "weights": "a"}}, {}, "a classifier of rows"),
+    ({"model": {"head": "auto"}, "task": {"kind": "generate"}}, {}, "a model of answers"),
+    ({"task": {"kind": "generate"}}, {"label": "answer"}, "a model of answers"),
+    ({"task": {"max_answer_length": 9}}, {}, "a classifier of texts"),
 ]
 
 

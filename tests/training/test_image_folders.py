@@ -274,9 +274,8 @@ def test_a_cut_file_is_refused_by_name(folder: Path) -> None:
         ({"data.image_size": 0}, "set data.image_size"),
         ({"model.name": "packaged:minilm"}, "holds images, and model.name='packaged:minilm' reads "
                                             "texts"),
-        ({"model.public_head_steps": 5}, "model.public_head_steps and model.random_head are for "
-                                         "texts"),
-        ({"model.random_head": True}, "public_head_steps and model.random_head are for texts"),
+        ({"model.public_head_steps": 5}, "model.public_head_steps=5 says nothing to a classifier"),
+        ({"model.random_head": True}, "model.random_head=True says nothing to a classifier"),
         ({"data.source": "packaged:digits", "data.label_separator": "|"},
          "is for a folder with train.csv"),
         ({"data.source": "packaged:tweets"}, "holds texts, and model.name='cnn:groupnorm' reads "

@@ -242,7 +242,7 @@ def test_numbers_are_standardised_by_public_rows() -> None:
         ({"model.tune": "lora"}, "model.tune='full'"),
         ({"model.name": "table:mlpp"}, "table:mlp"),
         ({"data.label": "incom"}, "income"),
-        ({"model.random_head": True}, "not for tables"),
+        ({"model.random_head": True}, "says nothing to a classifier of rows"),
     ],
 )
 def test_mistakes_are_named(values: dict[str, Any], changes: dict[str, Any], words: str) -> None:

@@ -39,21 +39,25 @@ from quietgrad.events.relations import unit_of as unit_of
 
 __all__ = ["EventSequence", "ExactClipping", "PoissonGaussian", "RandomizedClipping", "SideRelease"]
 
-# Below and above them the accountant has no numbers to count with.
-SMALLEST_NOISE, LARGEST_NOISE = 1e-6, 1e30
+# Below the smallest the accountant has no numbers to count with. Above the largest, at a clipping
+# norm of 1e15 and behind a mixing that amplifies noise a thousand times, float32 has none to draw.
+SMALLEST_NOISE, LARGEST_NOISE = 1e-6, 1e18
 
 
 def _require_noise(noise_multiplier: float, usual: str) -> None:
-    name, how = "noise_multiplier", "no epsilon can be computed for so"
+    name = "noise_multiplier"
     require_positive(name, noise_multiplier)
     noise_multiplier = float(noise_multiplier)
     require_at_least(
-        name, noise_multiplier, SMALLEST_NOISE, f"{how} little noise; usual values are {usual}"
+        name,
+        noise_multiplier,
+        SMALLEST_NOISE,
+        f"no epsilon can be computed for so little noise; usual values are {usual}",
     )
     if noise_multiplier > LARGEST_NOISE:
         raise ValueError(
-            f"{name}={noise_multiplier!r} is above {LARGEST_NOISE:g}: {how} much noise; usual "
-            f"values are {usual}"
+            f"{name}={noise_multiplier!r} is above {LARGEST_NOISE:g}: sums of float32 cannot hold "
+            f"so much noise; usual values are {usual}"
         )
 
 

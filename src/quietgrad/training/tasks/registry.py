@@ -5,6 +5,7 @@ configuration takes it.
 from __future__ import annotations
 
 from quietgrad.training.settings.config import TrainConfig
+from quietgrad.training.settings.overrides import default_config_path, read_toml
 from quietgrad.training.tasks.answers.task import AnswersTask
 from quietgrad.training.tasks.images.task import ImagesTask
 from quietgrad.training.tasks.tables.task import TablesTask
@@ -36,16 +37,18 @@ def kind_of(config: TrainConfig) -> type[Task]:
 
 
 def _refuse_unread(config: TrainConfig, kind: type[Task]) -> None:
-    """Refuses a setting that would be passed over in silence.
+    """Refuses a setting that would be passed over in silence. What the embedded default says is
+    nobody's, where ``--set`` names another model.
 
     Raises:
         ValueError: naming it, and what to do.
     """
     said, usual = config.to_dict(), TrainConfig().to_dict()
+    embedded = read_toml(default_config_path())
     for name in kind.unread:
         table, key = name.split(".")
         value = said[table].get(key)
-        if value != usual[table].get(key):
+        if value not in (usual[table].get(key), embedded.get(table, {}).get(key)):
             raise ValueError(
                 f"{name}={value!r} says nothing to {kind.what}, which data.source, model.name and "
                 "task.kind ask for here; leave it out, or change one of these"

@@ -53,7 +53,14 @@ Parts = tuple[
 
 # Keys that some kinds of data do not read: what a user sets there would be passed over.
 OF_IMAGES = ("data.label_separator", "data.no_label", "data.image_size", "data.public_fraction")
-OF_ANSWERS = ("task.prompt", "task.answer", "task.decoded")
+OF_ANSWERS = (
+    "task.prompt",
+    "task.answer",
+    "task.max_answer_length",
+    "task.decoded",
+    "task.decoded_records",
+)
+OF_TEXTS = ("data.text_pair", "model.head", "model.public_head_steps", "model.random_head")
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,7 @@ from quietgrad.training.tasks.records import Batches, Records, spread
 from quietgrad.training.tasks.splits import Splits, split, split_with_test
 from quietgrad.training.tasks.task import (
     OF_IMAGES,
+    OF_TEXTS,
     FinalScores,
     Parts,
     Task,
@@ -50,7 +51,7 @@ class AnswersTask(Task):
     """Prompts with answers, and a causal language model."""
 
     what = "a model of answers"
-    unread = (*OF_IMAGES, "data.labels", "data.text_pair")
+    unread = (*OF_IMAGES, *OF_TEXTS, "data.text", "data.label", "data.labels")
 
     def __init__(self, splits: Splits[TextPairs]) -> None:
         self.splits = splits

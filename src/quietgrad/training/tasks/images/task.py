@@ -43,7 +43,7 @@ from quietgrad.training.tasks.loaded import WEIGHTS_FILE, LoadedModel, save_weig
 from quietgrad.training.tasks.predictions import SEPARATOR, Predictions, classified
 from quietgrad.training.tasks.records import Records, Told, outputs, unheard
 from quietgrad.training.tasks.splits import Splits
-from quietgrad.training.tasks.task import EVALUATION_BATCH, OF_ANSWERS, Parts, Task, ready
+from quietgrad.training.tasks.task import EVALUATION_BATCH, OF_ANSWERS, OF_TEXTS, Parts, Task, ready
 from quietgrad.training.tasks.text.models import without_bars
 
 
@@ -55,7 +55,7 @@ class ImagesTask(Task):
     """
 
     what = "a classifier of images"
-    unread = OF_ANSWERS
+    unread = (*OF_ANSWERS, *OF_TEXTS, "data.test_fraction", "model.max_length")
 
     def __init__(
         self, splits: Splits[LabelledImages], public: LabelledImages | None = None
@@ -87,10 +87,10 @@ class ImagesTask(Task):
             )
         if config.model.name.startswith(TORCHVISION):
             check_vision(config.model.name)
-        if config.task.kind == "generate" or config.data.test_source or config.data.text_pair:
+        if config.task.kind == "generate" or config.data.test_source:
             raise ValueError(
-                "task.kind='generate', data.test_source and data.text_pair are for texts; images "
-                "come with test records"
+                "task.kind='generate' and data.test_source are for texts; images come with test "
+                "records"
             )
         if config.data.user:
             raise ValueError(
@@ -101,11 +101,6 @@ class ImagesTask(Task):
             raise ValueError(
                 "data.skip_bad=True is for texts and tables; an image that cannot be read, or has "
                 "no label, stays a record and contributes nothing: leave it out"
-            )
-        if config.model.public_head_steps or config.model.random_head:
-            raise ValueError(
-                "model.public_head_steps and model.random_head are for texts; give an image model "
-                "public weights (model.weights, from quietgrad spectrum)"
             )
         if config.data.label_separator and not is_image_folder(config.data.source):
             raise ValueError(

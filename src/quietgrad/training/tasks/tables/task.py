@@ -14,6 +14,7 @@ from quietgrad.training.files.card import BY_TORCH_ALONE, write_card
 from quietgrad.training.files.provenance import FILE as DESCRIPTION_FILE
 from quietgrad.training.files.provenance import Record
 from quietgrad.training.settings.config import TrainConfig
+from quietgrad.training.settings.tables import BELOW_THE_HEAD
 from quietgrad.training.tasks.loaded import WEIGHTS_FILE, LoadedModel, save_weights
 from quietgrad.training.tasks.predictions import Predictions, classified, read_new
 from quietgrad.training.tasks.records import outputs
@@ -31,6 +32,7 @@ from quietgrad.training.tasks.task import (
     EVALUATION_BATCH,
     OF_ANSWERS,
     OF_IMAGES,
+    OF_TEXTS,
     Parts,
     Task,
     ready,
@@ -41,7 +43,18 @@ class TablesTask(Task):
     """Labelled rows, and a linear model or a small network; model.name begins with "table:"."""
 
     what = "a classifier of rows"
-    unread = (*OF_IMAGES, "task.kind", *OF_ANSWERS)
+    unread = (
+        *OF_IMAGES,
+        *OF_TEXTS,
+        *OF_ANSWERS,
+        *(f"model.{key}" for key in BELOW_THE_HEAD),
+        "task.kind",
+        "data.text",
+        "model.weights",
+        "model.accept_start",
+        "model.max_length",
+        "model.train_layers",
+    )
 
     def __init__(self, splits: Splits[LabelledRows]) -> None:
         self.splits = splits
@@ -61,12 +74,6 @@ class TablesTask(Task):
             raise ValueError(
                 f"model.tune={model.tune!r}: a model of tables has nothing pretrained; set "
                 "model.tune='full'"
-            )
-        if model.weights or model.public_head_steps or model.random_head or data.text_pair:
-            raise ValueError(
-                "model.weights, model.public_head_steps, model.random_head and data.text_pair are "
-                "not for tables; "
-                "leave them out"
             )
         named = (data.label, data.user, data.skip_bad)
         rows = load_rows(data.source, *named)
