@@ -6,9 +6,11 @@ from __future__ import annotations
 
 import difflib
 import math
+import os
 import warnings
 from collections.abc import Iterable, Mapping
 from numbers import Integral, Real
+from pathlib import Path
 from typing import TypeVar
 
 Word = TypeVar("Word", bound=str)
@@ -172,3 +174,17 @@ def nearest(word: str, valid: Iterable[str]) -> str:
     options = list(valid)
     close = difflib.get_close_matches(word, options, n=1, cutoff=0.5)
     return f"; did you mean {close[0]!r}?" if close else f"; valid: {', '.join(options)}"
+
+
+def require_no_home(name: str, place: str | Path) -> None:
+    """Refuses a place of a run's files that leads elsewhere than it reads.
+
+    Raises:
+        ValueError: with the remedy.
+    """
+    if str(place).startswith("~"):
+        raise ValueError(
+            f"{name}={str(place)!r} begins with ~, which a shell alone takes for a home: here it "
+            "is a folder below the current one, and from another the run would begin anew; give "
+            f"{os.path.expanduser(place)!r} (or {os.path.abspath(place)!r} for a folder of that name)"
+        )

@@ -69,6 +69,43 @@ def test_places_that_cannot_be_written_are_named(tmp_path: Path) -> None:
     assert released(ledger, keys) == 2
 
 
+def test_they_stay_together_where_a_script_changes_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before: what tells whether records lie where they lay was written elsewhere, and a resume
+    with shuffled records was taken.
+    """
+    (tmp_path / "outputs").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with CONFIG.build(len(RECORDS)).start("ledger.jsonl", "keys.json") as run:
+        monkeypatch.chdir(tmp_path / "outputs")
+        for batch in run.loader(RECORDS, steps=2):
+            run.backward(nn.Linear(2, 2), loss, batch)
+        run.keep_noise()
+    assert not list((tmp_path / "outputs").iterdir())
+    keys = tmp_path / "keys.json"
+    assert rows_path(keys).exists() and places_path(keys).exists()
+
+
+@pytest.mark.parametrize("name", ["ledger", "keys"])
+def test_places_that_lead_elsewhere_are_refused(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before: a folder of the name ~ below the current one; an error of pathlib."""
+    monkeypatch.chdir(tmp_path)
+    plan = CONFIG.build(len(RECORDS))
+    home = os.path.expanduser("~/run/file")
+    for place, said in {
+        "~/run/file": f"begins with ~.*{home}",
+        "": "no file",
+        ".": "no file",
+    }.items():
+        with pytest.raises(ValueError, match=f"{name}='{place}'.*{said}"):
+            plan.start(**{"ledger": "ledger.jsonl", name: place})
+    assert not list(tmp_path.iterdir())
+    plan.start(tmp_path / "~" / "ledger", tmp_path / "~keys").close()  # a folder of that name
+
+
 @pytest.mark.parametrize("of", ["ledger", "count", "next count", "link", "hard link", "rows"])
 @pytest.mark.parametrize("banded", [True, False], ids=["banded", "independent"])
 def test_secrets_are_not_written_over_the_ledger(of: str, banded: bool, tmp_path: Path) -> None:

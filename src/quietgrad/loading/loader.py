@@ -85,6 +85,7 @@ class PrivateLoader:
         collate_fn: Callable[[list[Any]], Batch] | None,
         options: dict[str, Any],
         seed: Callable[[], int],
+        look_again: Callable[[Any], None],
     ) -> None:
         _require_options(options)
         _require_dataset(dataset, run.plan.sampler)
@@ -102,6 +103,7 @@ class PrivateLoader:
         self._dataset = dataset
         self._physical = PhysicalBatches(draws, size, clipper.views)
         self._seed, self._reads = seed, KeyedByStep()
+        self._look_again = look_again
         # Workers' seeds come from the generator, and the script's may be one that anybody knows.
         options = options | {"generator": torch.Generator("cpu").manual_seed(seed())}
         if options.get("num_workers"):
@@ -143,6 +145,7 @@ class PrivateLoader:
                 stacklevel=2,
             )
             return
+        self._look_again(self._dataset)
         first = self._run.released
         self._physical.steps = range(first, first + steps)
         this_pass = self.newest_pass = object()
