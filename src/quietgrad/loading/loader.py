@@ -145,6 +145,7 @@ class PrivateLoader:
                 stacklevel=2,
             )
             return
+        _require_dataset(self._dataset, self._run.plan.sampler)  # it may have grown since
         self._look_again(self._dataset)
         first = self._run.released
         self._physical.steps = range(first, first + steps)
