@@ -45,8 +45,9 @@ def shown(value: object) -> str:
     """A value in a message. What is given in the place of a number or a word by mistake, such as a
     data set, holds records: of it the kind alone is told.
     """
-    short = value is None or isinstance(value, Real) or isinstance(value, str) and len(value) < 200
-    return repr(value) if short else f"<{type(value).__qualname__}>"
+    if value is None or isinstance(value, Real) or (isinstance(value, str) and len(value) < 200):
+        return repr(value)
+    return f"<{type(value).__qualname__}>"
 
 
 def require_int(name: str, value: object) -> None:

@@ -27,6 +27,7 @@ from quietgrad.loading.draws import (
 )
 from quietgrad.loading.padding import PaddingLooks
 from quietgrad.loading.reading import one_by_one, require_by_number, require_records_apart
+from quietgrad.loading.repeated import require_each_once
 from quietgrad.loading.unsaid import say_no_lengths, say_no_sizes
 from quietgrad.loading.workers import let_go_of_dead_workers
 from quietgrad.sampling.poisson import PoissonSampler
@@ -91,6 +92,8 @@ class PrivateLoader:
         _require_dataset(dataset, run.plan.sampler)
         say_no_lengths()  # of what is read before the first batch, too
         say_no_sizes()
+        if run.plan.sampler.users is None:
+            require_each_once(dataset)
         require_records_apart(dataset)
         clipper = run.plan.clipper
         size = clipper.physical_batch_size or clipper.max_physical_batch_size or RECORDS_AT_ONCE
