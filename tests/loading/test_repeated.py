@@ -46,7 +46,7 @@ def test_one_record_at_several_numbers_is_refused(made: Callable[[], Any]) -> No
     given = made()
     with (
         CONFIG.build(len(given)).start() as run,
-        pytest.raises(ValueError, match="one record at several numbers.*record_owner="),
+        pytest.raises(ValueError, match=r"one record at several numbers.*record_owner="),
     ):
         run.loader(given)
 
@@ -98,7 +98,8 @@ def test_without_the_look_it_adds_several_times_the_clipping_norm(
     model, sums = nn.Linear(3, 2), []
     for label in (0, 1):
         given = Subset(
-            [*[DATA[i] for i in range(20)], (torch.ones(3), label)], [*range(20), *[20] * 9]
+            [*[DATA[i] for i in range(20)], (torch.ones(3), torch.tensor(label))],
+            [*range(20), *[20] * 9],
         )
         with CONFIG.build(len(given)).start() as run:
             sums.append(run.clip(model, loss, next(iter(run.loader(given)))).gradients)

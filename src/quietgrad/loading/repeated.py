@@ -34,7 +34,7 @@ def require_each_once(dataset: Any) -> None:
 
 
 def _places(dataset: Any, numbers: Places) -> Places:
-    """[2, numbers]: in which data set the records of these numbers lie, and at which place of it."""
+    """[2, numbers]: in which data set the records of these numbers lie, and where in it."""
     if hasattr(dataset, "__len__") and len(dataset):  # -1 is the last
         numbers = numbers % len(dataset)
     if type(dataset) is Subset:
