@@ -42,9 +42,10 @@ def _places(dataset: Any, numbers: Places) -> Places:
     if type(dataset) is ConcatDataset:
         part = np.searchsorted(dataset.cumulative_sizes, numbers, side="right")
         found = np.empty((2, len(numbers)), dtype=np.int64)
-        for i, one in enumerate(dataset.datasets):
-            before = dataset.cumulative_sizes[i] - len(one)
-            found[:, part == i] = _places(one, numbers[part == i] - before)
+        for i, (one, start) in enumerate(
+            zip(dataset.datasets, (0, *dataset.cumulative_sizes), strict=False)
+        ):
+            found[:, part == i] = _places(one, numbers[part == i] - start)
         return found
     selected = _selected(dataset)
     if selected is not None:
