@@ -40,6 +40,14 @@ def test_records_that_come_between_two_passes_are_refused() -> None:
                 next(iter(loader))
 
 
+def test_a_loop_over_a_closed_run_says_so() -> None:
+    """Before: "not of the batch that is open"."""
+    with PLAN.start() as run:
+        loader = run.loader(DATA)
+    with pytest.raises(RuntimeError, match="the run is closed; loop over its batches before"):
+        next(iter(loader))
+
+
 def with_closure(run: Any, model: nn.Module, loader: Any, other: nn.Module) -> None:
     optimizer = torch.optim.LBFGS(model.parameters())
     for batch in loader:

@@ -93,7 +93,7 @@ class PrivateRun(LooksTogether, TellsBeside, TellsProgress):
         end = end_of_loop(self._released, self.plan.steps, steps)
         self._team.loops("begins", self._released)
         while self._released < end:
-            self._require_own_process()
+            self._require_running()
             index = self._released
             indices = self._draws.take(index)
             clipper = self._beside.clipper(self.plan.clipper_at(index))
@@ -165,7 +165,7 @@ class PrivateRun(LooksTogether, TellsBeside, TellsProgress):
             RuntimeError: in another process than the run's, or under a process group of several
                 ranks; with a loader, for other records than those it gave last.
         """
-        self._require_own_process()
+        self._require_running()
         self._team.require()
         with (
             self._team.stopping_all(),

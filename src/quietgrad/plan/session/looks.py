@@ -18,6 +18,16 @@ class LooksTogether(DrawsForModels):
     """A run whose model and records are looked at by all of its ranks."""
 
     _shares: Shares
+    _closed: bool
+
+    def _require_running(self) -> None:
+        """Raises RuntimeError where the run is over, or another process's."""
+        self._require_own_process()
+        if self._closed:
+            raise RuntimeError(
+                "the run is closed; loop over its batches before its with block ends, or start it "
+                "again with its ledger"
+            )
 
     @contextlib.contextmanager
     def looking(self, model: nn.Module) -> Iterator[None]:
