@@ -234,6 +234,13 @@ def test_run_makes_no_more_releases_than_planned() -> None:
     assert list(run.batches()) == []
 
 
+@pytest.mark.parametrize("steps", [-1, 2.5, float("nan"), "3", True])
+def test_a_loop_has_a_whole_number_of_steps(steps: Any) -> None:
+    """Before: nan were all that remain, 2.5 three, and -1 none without a word."""
+    with pytest.raises((TypeError, ValueError), match=f"steps={steps!r} "):
+        next(plan_of().start().batches(steps))
+
+
 def test_skipping_a_batch_is_an_error() -> None:
     run = plan_of().start()
     batches = run.batches()

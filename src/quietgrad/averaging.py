@@ -35,7 +35,7 @@ class ExponentialAverage:
     """
 
     def __init__(self, model: nn.Module, decay: float = 0.97) -> None:
-        if not 0.0 <= decay < 1.0:
+        if isinstance(decay, str) or not 0.0 <= decay < 1.0:
             raise ValueError(
                 f"decay={decay!r}: use a number from 0 (the last weights) to below 1, such as 0.97"
             )

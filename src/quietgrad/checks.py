@@ -6,9 +6,11 @@ from __future__ import annotations
 
 import difflib
 import math
+import os
 import warnings
 from collections.abc import Iterable, Mapping
 from numbers import Integral, Real
+from pathlib import Path
 from typing import TypeVar
 
 Word = TypeVar("Word", bound=str)
@@ -39,15 +41,24 @@ def warn_of_half_precision(setting: str, remedy: str) -> None:
     )
 
 
+def shown(value: object) -> str:
+    """A value in a message. What is given in the place of a number or a word by mistake, such as a
+    data set, holds records: of it the kind alone is told.
+    """
+    if value is None or isinstance(value, Real) or (isinstance(value, str) and len(value) < 200):
+        return repr(value)
+    return f"<{type(value).__qualname__}>"
+
+
 def require_int(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, Integral):
-        raise TypeError(f"{name}={value!r} must be a whole number")
+        raise TypeError(f"{name}={shown(value)} must be a whole number")
 
 
 def require_finite(name: str, value: object) -> None:
     real = isinstance(value, Real) and not isinstance(value, bool)
     if not real or not math.isfinite(as_float(name, value)):  # type: ignore[arg-type]
-        raise ValueError(f"{name}={value!r} must be a finite number")
+        raise ValueError(f"{name}={shown(value)} must be a finite number")
 
 
 def as_float(name: str, value: Real) -> float:
@@ -75,7 +86,7 @@ def make_plain(record: object, *names: str) -> None:
 
 def require_bool(name: str, value: object) -> None:
     if not isinstance(value, bool):
-        raise TypeError(f"{name}={value!r} must be True or False")
+        raise TypeError(f"{name}={shown(value)} must be True or False")
 
 
 def require_positive(name: str, value: object, remedy: str = "pass a number above 0") -> None:
@@ -143,7 +154,7 @@ def require_word(name: str, value: object, valid: tuple[Word, ...]) -> Word:
     for word in valid:
         if word == value:
             return word
-    raise ValueError(f"{name}={value!r} is unknown; use one of {', '.join(valid)}")
+    raise ValueError(f"{name}={shown(value)} is unknown; use one of {', '.join(valid)}")
 
 
 def require_at_most_one(given: Mapping[str, object], where: str = "") -> None:
@@ -172,3 +183,18 @@ def nearest(word: str, valid: Iterable[str]) -> str:
     options = list(valid)
     close = difflib.get_close_matches(word, options, n=1, cutoff=0.5)
     return f"; did you mean {close[0]!r}?" if close else f"; valid: {', '.join(options)}"
+
+
+def require_no_home(name: str, place: str | Path) -> None:
+    """Refuses a place of a run's files that leads elsewhere than it reads.
+
+    Raises:
+        ValueError: with the remedy.
+    """
+    if str(place).startswith("~"):
+        raise ValueError(
+            f"{name}={str(place)!r} begins with ~, which a shell alone takes for a home: here it "
+            "is a folder below the current one, and from another the run would begin anew; give "
+            f"{os.path.expanduser(place)!r}, or {os.path.abspath(place)!r} for a folder of that "
+            "name"
+        )

@@ -132,6 +132,25 @@ def test_records_in_another_order_than_what_was_given_for_them_are_refused(
     assert read_ledger(tmp_path).releases == 4
 
 
+@pytest.mark.parametrize("build", [by_content, by_owner, CONFIG.build])
+@pytest.mark.parametrize("passes", [0, 1])
+def test_records_that_are_shuffled_between_two_passes_are_refused(build: Any, passes: int) -> None:
+    """By a script, or by a data set's own ``set_epoch``, under the loader that read them before."""
+    plan, given = build(*[RECORDS] * (build == CONFIG.build)), records(FORWARD)
+    with plan.start() as run:
+        loader, model = run.loader(given, steps=2), nn.Linear(2, 1)
+        for _ in range(passes):
+            for batch in loader:
+                run.backward(model, loss, batch)
+        given.reverse()
+        with pytest.raises(ValueError, match="in another order"):
+            next(iter(loader))
+        given.reverse()  # as they lay
+        for batch in loader:
+            run.backward(model, loss, batch)
+        assert run.released == 2 * passes + 2
+
+
 def test_without_the_look_one_users_records_count_as_many_users(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 import re
 import secrets
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -300,3 +301,25 @@ def test_a_run_s_plan_is_not_replaced() -> None:
     with pytest.raises(AttributeError):
         private.plan = plan_of(noise_multiplier=50.0)  # type: ignore[misc]
     assert private.plan.event.after(1) == plan_of().event.after(1)
+
+
+CONFIDENTIAL = [(torch.full((2,), 77.25), "diagnosis of bob") for _ in range(60)]
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (lambda of: of.build(CONFIDENTIAL), r"dataset_size=<list> is no number.*len\(dataset\)"),
+        (lambda of: of.build(CONFIDENTIAL[0][0]), "dataset_size=<Tensor> is no number"),
+        (lambda of: of.build(60).start().loader(CONFIDENTIAL, steps=CONFIDENTIAL), "steps=<list>"),
+        (lambda of: next(of.build(60).start().batches(CONFIDENTIAL)), "steps=<list> must be a"),
+        (lambda of: replace(of, steps=CONFIDENTIAL).build(60), "steps=<list> must be a whole"),
+        (lambda of: replace(of, max_grad_norm=CONFIDENTIAL).build(60), "max_grad_norm=<list>"),
+    ],
+)
+def test_records_in_the_place_of_their_number_are_not_told(given: Any, said: str) -> None:
+    """Before: the message was the whole data set."""
+    config = PrivacyConfig(noise_multiplier=1.0, expected_batch_size=6, steps=2)
+    with pytest.raises((TypeError, ValueError), match=said) as refused:
+        given(config)
+    assert "77" not in str(refused.value) and "bob" not in str(refused.value)

@@ -4,6 +4,7 @@ says so, and costs nothing.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import stat
@@ -67,6 +68,64 @@ def test_places_that_cannot_be_written_are_named(tmp_path: Path) -> None:
     (in_the_way / "of somebody else").rmdir()
     in_the_way.rmdir()
     assert released(ledger, keys) == 2
+
+
+def test_they_stay_together_where_a_script_changes_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before: what tells whether records lie where they lay was written elsewhere, and a resume
+    with shuffled records was taken.
+    """
+    (tmp_path / "outputs").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with CONFIG.build(len(RECORDS)).start("ledger.jsonl", "keys.json") as run:
+        monkeypatch.chdir(tmp_path / "outputs")
+        for batch in run.loader(RECORDS, steps=2):
+            run.backward(nn.Linear(2, 2), loss, batch)
+        run.keep_noise()
+    assert not list((tmp_path / "outputs").iterdir())
+    keys = tmp_path / "keys.json"
+    assert rows_path(keys).exists() and places_path(keys).exists()
+
+
+def test_rows_that_cannot_be_written_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before: on a full disk an error of torch's, of places in an archive."""
+
+    def full(*_: object) -> None:
+        raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 1216")
+
+    ledger, keys = tmp_path / "ledger.jsonl", tmp_path / "keys.json"
+    with CONFIG.build(len(RECORDS)).start(ledger, keys) as run:
+        for i, batch in enumerate(run.loader(RECORDS, steps=2)):
+            run.backward(nn.Linear(2, 2), loss, batch)
+            with monkeypatch.context() as patched, contextlib.ExitStack() as stack:
+                if not i:
+                    patched.setattr(torch, "save", full)
+                    told = r"keys\.json\.rows'.*disk may be full.*may go on without"
+                    stack.enter_context(pytest.raises(RuntimeError, match=told))
+                run.keep_noise()
+    assert read_ledger(ledger).releases == 2 and rows_path(keys).exists()
+
+
+@pytest.mark.parametrize("name", ["ledger", "keys"])
+def test_places_that_lead_elsewhere_are_refused(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before: a folder of the name ~ below the current one; an error of pathlib."""
+    monkeypatch.chdir(tmp_path)
+    plan = CONFIG.build(len(RECORDS))
+    home = os.path.expanduser("~/run/file")
+    for place, said in {
+        "~/run/file": f"begins with ~.*{home}",
+        "": "no file",
+        ".": "no file",
+    }.items():
+        with pytest.raises(ValueError, match=f"{name}='{place}'.*{said}"):
+            plan.start(**{"ledger": "ledger.jsonl", name: place})
+    assert not list(tmp_path.iterdir())
+    plan.start(tmp_path / "~" / "ledger", tmp_path / "~keys").close()  # a folder of that name
 
 
 @pytest.mark.parametrize("of", ["ledger", "count", "next count", "link", "hard link", "rows"])

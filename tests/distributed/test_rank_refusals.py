@@ -162,6 +162,14 @@ def differing_work(rank: int, folder: str) -> dict[str, str]:
         order = np.random.default_rng(rank).permutation(RECORDS) if rank else range(RECORDS)
         run.loader([records_of()[int(i)] for i in order])
 
+    def shuffled_later(run: Any, model: nn.Module) -> None:
+        given = records_of()
+        loader = run.loader(given, steps=1)
+        if rank:
+            given.reverse()
+        for batch in loader:
+            run.backward(model, loss, batch)
+
     def changing(run: Any, model: nn.Module) -> None:
         run.loader(_Changing())
 
@@ -194,6 +202,7 @@ def differing_work(rank: int, folder: str) -> dict[str, str]:
         whole_batch_on_each,
         one_more_record,
         shuffled,
+        shuffled_later,
         changing,
         other_cut,
         other_steps,
@@ -231,6 +240,7 @@ def test_ranks_that_do_not_work_alike_release_nothing(tmp_path: Path) -> None:
         "other_precision": "the ranks differ in precision",
         "whole_batch_on_each": "do not hold as many records as the batch",
         "shuffled": "the ranks differ in records",
+        "shuffled_later": "the ranks differ in records",
         "changing": "the ranks differ in records",
         "other_cut": "the ranks differ in shares",
         "other_steps": "with the same physical_batch_size and steps",
@@ -241,7 +251,7 @@ def test_ranks_that_do_not_work_alike_release_nothing(tmp_path: Path) -> None:
             assert text in of_rank[name], (name, of_rank[name])
         # Nothing was released by any of them, and nothing is afterwards.
         names = [name for name in of_rank if "," not in name]
-        assert len(names) == 12
+        assert len(names) == 13
         for name in names:
             assert of_rank[f"{name}, released"] == "0", name
             assert of_rank[f"{name}, after"], name

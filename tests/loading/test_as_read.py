@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -78,6 +80,16 @@ def test_a_micro_batch_keeps_its_records_and_whose_they_are() -> None:
         for name in ("records", "sizes", "release", "source", "is_last"):
             with pytest.raises(AttributeError, match=f"a MicroBatch's {name} cannot be set"):
                 setattr(part, name, None)
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_what_was_read_is_not_copied(copied: Callable[[Any], Any]) -> None:
+    """Before: a copy in another micro-batch's place was clipped too, 2 C a record."""
+    with PRIVACY.build(N).start() as run:
+        batch = next(iter(run.loader(records(), physical_batch_size=4)))
+        for read in (batch, next(iter(batch))):
+            with pytest.raises(TypeError, match=r"cannot be copied or pickled.*count twice"):
+                copied(read)
 
 
 def test_what_a_loop_looks_at_is_clipped() -> None:

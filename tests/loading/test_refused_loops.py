@@ -27,6 +27,27 @@ def loss(model: nn.Module, batch: Any) -> torch.Tensor:
     return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
 
 
+def test_records_that_come_between_two_passes_are_refused() -> None:
+    """Before: those that were added were never drawn, and what is missing was an IndexError."""
+    given, model = [DATA[i] for i in range(60)], nn.Linear(4, 2)
+    with PLAN.start() as run:
+        loader = run.loader(given, steps=1)
+        for batch in loader:
+            run.backward(model, loss, batch)
+        for now in (given[:50], given + given):
+            given[:] = now
+            with pytest.raises(ValueError, match="records, the plan is for dataset_size=60"):
+                next(iter(loader))
+
+
+def test_a_loop_over_a_closed_run_says_so() -> None:
+    """Before: "not of the batch that is open"."""
+    with PLAN.start() as run:
+        loader = run.loader(DATA)
+    with pytest.raises(RuntimeError, match="the run is closed; loop over its batches before"):
+        next(iter(loader))
+
+
 def with_closure(run: Any, model: nn.Module, loader: Any, other: nn.Module) -> None:
     optimizer = torch.optim.LBFGS(model.parameters())
     for batch in loader:

@@ -144,6 +144,10 @@ def test_owners_of_a_table_are_read() -> None:
         (["1.23457E+18", "1.23458E+18"], "so large that two numbers may be one"),
         (["1.2345678901234568e+18", "7.0"], "so large that two numbers may be one"),
         (["9007199254740992.0", "7.0"], "so large that two numbers may be one"),
+        ([b"a", b"nan", b"b"], "no owner for some record"),  # HDF5, numpy's "S"
+        (np.array([b"a", b"NA", b"b"]), "no owner for some record"),
+        ([b"1.23457E+18", b"1.23458E+18"], "so large that two numbers may be one"),
+        ([b"16777216.0", b"33554436.0"], "so large that two numbers may be one"),
         ([1.5, 2.0], "neither text nor whole numbers"),
         ([True, False], "neither text nor whole numbers"),
         ([("a",), ("b",)], "neither text nor whole numbers"),

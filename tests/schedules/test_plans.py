@@ -245,6 +245,7 @@ def test_a_plan_that_would_run_otherwise_than_accounted_is_refused(what) -> None
         ({"phases": (Phase(steps=3),)}, "steps=9 with phases"),
         ({"steps": None, "phases": (Phase(),)}, "give exactly one of phases[0].steps and"),
         ({"steps": None, "phases": (3,)}, "phases holds 3"),
+        ({"steps": None, "phases": Phase(steps=3)}, "is a single one; pass a list, [Phase(...)]"),
         (
             {"steps": None, "phases": (Phase(steps=3),), "schedules": ALL},
             "with phases: a phase has its own",

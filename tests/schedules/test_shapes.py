@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -54,6 +55,12 @@ def test_a_ramp_between_equal_factors_is_constant_to_the_bit(kind, factor, steps
     assert set(kind(factor, factor).values(steps)) == {factor}
 
 
+class WithValues:
+    """As a column of pandas has."""
+
+    values = (1.0, 1.0, 1.0)
+
+
 @pytest.mark.parametrize(
     ("made", "told"),
     [
@@ -67,6 +74,8 @@ def test_a_ramp_between_equal_factors_is_constant_to_the_bit(kind, factor, steps
         (lambda: factors_of("noise", -1.0, 3), "noise=-1.0 must be positive"),
         (lambda: factors_of("noise", math.nan, 3), "noise=nan"),
         (lambda: factors_of("noise", "cosine", 3), "is no schedule; pass a number or one of"),
+        (lambda: factors_of("noise", {0: 1.0, 2: 0.5}, 3), "is no schedule; pass a number or one"),
+        (lambda: factors_of("noise", WithValues(), 3), "is no schedule; pass a number or one of"),
         (lambda: shape_from("noise", {"shape": "cosin"}), "did you mean 'cosine'"),
         (lambda: shape_from("noise", {"shape": "linear", "end": 1.0}), "noise.end=1.0 is no key"),
         (lambda: shape_from("noise", {"shape": "linear", "last": 0}), "noise.last=0"),
@@ -137,3 +146,7 @@ def test_a_file_s_schedules_read_back(tmp_path) -> None:
 def test_a_file_s_mistakes_are_named(table, told) -> None:
     with pytest.raises(ValueError, match=told.replace("[", r"\[").replace(".", r"\.")):
         config_from({"schedules": table})
+
+
+def test_a_number_of_numpys_is_a_number() -> None:
+    assert factors_of("noise", np.float32(0.5), 2) == [0.5, 0.5]

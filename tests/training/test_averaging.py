@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -87,8 +88,8 @@ def test_a_saved_average_goes_on() -> None:
         ExponentialAverage(nn.Linear(3, 2)).load_state_dict(averages[0].state_dict())
 
 
-@pytest.mark.parametrize("decay", [1.0, -0.1, float("nan")])
-def test_decays_that_are_none_are_refused(decay: float) -> None:
+@pytest.mark.parametrize("decay", [1.0, -0.1, float("nan"), "0.97"])
+def test_decays_that_are_none_are_refused(decay: Any) -> None:
     with pytest.raises(ValueError, match="decay="):
         ExponentialAverage(nn.Linear(1, 1), decay)
 

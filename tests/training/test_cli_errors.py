@@ -121,6 +121,16 @@ def test_unwritable_run_directory(
     )
 
 
+def test_run_directory_that_reads_like_a_home(
+    quietgrad: Run, settings, write_config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before: a folder of the name ~, and printed commands that lead elsewhere in a shell."""
+    monkeypatch.chdir(tmp_path)
+    outcome = quietgrad("train", write_config(settings | {"training.run_dir": "~/runs/a"}))
+    assert_one_error(outcome, "training.run_dir='~/runs/a' begins with ~", "/~/runs/a'")
+    assert not Path("~").exists()
+
+
 def test_run_directory_that_holds_a_run(quietgrad: Run, settings, write_config: Config) -> None:
     config = write_config(settings | {"training.steps": 2})
     assert quietgrad("train", config)[0] == 0

@@ -162,16 +162,16 @@ class Ranks:
     def _compared(self, name: str) -> list[list[int]]:
         return [list(range(self.size))]  # ranks that have to say the same of a fact
 
-    def same_records(self, dataset: Any, key: RandomKey, cut: str) -> None:
+    def same_records(self, dataset: Any, key: RandomKey, cut: str) -> str:
         """Compares digests of some records, and how a loader cuts them (``PrivateLoader.cut``).
 
         Raises:
-            RuntimeError: on all ranks where they differ, or where a record is another one each time
-                it is read.
+            RuntimeError: on all ranks where they differ, or one is another each time it is read.
         """
         found, steady = records_digest(dataset, key)
         reading = "" if steady else f"rank {self.rank}"
         self.agree("loader", {"records": found, "reading": reading, "shares": cut})
+        return found
 
     def agree(self, place: str, facts: Facts, examples: int = 0) -> int:
         """Compares ``facts``, and the digest of ``look_at`` where there is one.

@@ -54,6 +54,9 @@ class Shares:
         draw: step to the whole batch, the same on every rank.
         rank, size: of this process.
         block: see ``share_of``.
+
+    Attributes:
+        records: digest of some records as they lie for this rank, which all ranks compare.
     """
 
     def __init__(
@@ -63,6 +66,7 @@ class Shares:
         self._rank = rank
         self._size = size
         self.block = block
+        self.records = ""
         self._counts: dict[int, int] = {}
 
     def __call__(self, step: int) -> Indices:

@@ -55,8 +55,10 @@ class Team(Protocol):
         """Takes digests of weights, model and loss, for the next ``agree``; once a release."""
         ...
 
-    def same_records(self, dataset: Any, key: RandomKey, cut: str) -> None:
-        """That all ranks have the same records in the same order, as far as some tell."""
+    def same_records(self, dataset: Any, key: RandomKey, cut: str) -> str:
+        """That all ranks have the same records in the same order, as far as some tell; a digest of
+        those.
+        """
         ...
 
     def agree(self, place: str, facts: Facts, examples: int = 0) -> int:
@@ -112,8 +114,8 @@ class Alone:
     def look_at(self, model: nn.Module, release: int, loss: Any) -> None:
         return None
 
-    def same_records(self, dataset: Any, key: RandomKey, cut: str) -> None:
-        return None
+    def same_records(self, dataset: Any, key: RandomKey, cut: str) -> str:
+        return ""
 
     def agree(self, place: str, facts: Facts, examples: int = 0) -> int:
         return examples

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor
@@ -72,7 +72,17 @@ def _form(value: Any, tensors: list[Tensor]) -> Any:
     return _form(inside, tensors) if inside else digest_of(value)
 
 
-class MicroBatch:
+class ReadOnce:
+    """Is read or clipped once, and so cannot be copied."""
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(
+            f"a {type(self).__name__} cannot be copied or pickled: its records would count twice; "
+            "pass on what the loader gave"
+        )
+
+
+class MicroBatch(ReadOnce):
     """Records of the open batch for one forward pass, as they were read. Private.
 
     Attributes:
@@ -126,7 +136,7 @@ class MicroBatch:
         return f"MicroBatch(release={self.release}, is_last={self.is_last})"
 
 
-class LoadedBatch:
+class LoadedBatch(ReadOnce):
     """The open batch of a run. ``run.backward`` takes it whole; iterated over, it is its
     micro-batches in order, once. How many there are, and their sizes, are private.
     """

@@ -27,6 +27,7 @@ from quietgrad.loading.draws import (
 )
 from quietgrad.loading.padding import PaddingLooks
 from quietgrad.loading.reading import one_by_one, require_by_number, require_records_apart
+from quietgrad.loading.repeated import require_each_once
 from quietgrad.loading.unsaid import say_no_lengths, say_no_sizes
 from quietgrad.loading.workers import let_go_of_dead_workers
 from quietgrad.sampling.poisson import PoissonSampler
@@ -85,11 +86,14 @@ class PrivateLoader:
         collate_fn: Callable[[list[Any]], Batch] | None,
         options: dict[str, Any],
         seed: Callable[[], int],
+        look_again: Callable[[Any], None],
     ) -> None:
         _require_options(options)
         _require_dataset(dataset, run.plan.sampler)
         say_no_lengths()  # of what is read before the first batch, too
         say_no_sizes()
+        if run.plan.sampler.users is None:
+            require_each_once(dataset)
         require_records_apart(dataset)
         clipper = run.plan.clipper
         size = clipper.physical_batch_size or clipper.max_physical_batch_size or RECORDS_AT_ONCE
@@ -102,6 +106,7 @@ class PrivateLoader:
         self._dataset = dataset
         self._physical = PhysicalBatches(draws, size, clipper.views)
         self._seed, self._reads = seed, KeyedByStep()
+        self._look_again = look_again
         # Workers' seeds come from the generator, and the script's may be one that anybody knows.
         options = options | {"generator": torch.Generator("cpu").manual_seed(seed())}
         if options.get("num_workers"):
@@ -143,6 +148,8 @@ class PrivateLoader:
                 stacklevel=2,
             )
             return
+        _require_dataset(self._dataset, self._run.plan.sampler)  # it may have grown since
+        self._look_again(self._dataset)
         first = self._run.released
         self._physical.steps = range(first, first + steps)
         this_pass = self.newest_pass = object()

@@ -20,6 +20,7 @@ from quietgrad.checks import (
     require_int,
     require_positive,
     require_rate,
+    shown,
 )
 from quietgrad.clipping.settings import Clipping, Performance
 from quietgrad.denoising.rules.protocols import GradientRule, require_gradient_rule
@@ -119,6 +120,11 @@ class PrivacyConfig:
         Raises:
             ValueError, TypeError: naming the argument, its value and the remedy.
         """
+        if hasattr(dataset_size, "__len__") and not isinstance(dataset_size, str):
+            raise TypeError(
+                f"dataset_size={shown(dataset_size)} is no number; give that of the records, "
+                "len(dataset)"
+            )
         require_int("dataset_size", dataset_size)
         require_at_least("dataset_size", dataset_size, 1, "there is nothing to train on")
         if not isinstance(self.data_are_public, bool):
@@ -134,6 +140,7 @@ class PrivacyConfig:
                     f"{name}={getattr(self, name)!r} is no record; pass one, such as "
                     f"{getattr(PrivacyConfig(), name)!r}"
                 )
+        require_int("augmentation_multiplicity", self.augmentation_multiplicity)
         beside = beside_of(self.training_loss, self.adaptive_clipping)
         self._require_beside()
         if self.denoising is not None:
@@ -267,6 +274,8 @@ class PrivacyConfig:
         return course_of(parts, q, max_grad_norm), tuple(count for count, _, _ in parts)
 
     def _require_phases(self) -> None:
+        if isinstance(self.phases, Phase):
+            raise TypeError(f"phases={self.phases!r} is a single one; pass a list, [Phase(...)]")
         other = next((phase for phase in self.phases if not isinstance(phase, Phase)), None)
         if other is not None:
             raise TypeError(f"phases holds {other!r}; pass quietgrad.schedules.Phase records")

@@ -4,8 +4,26 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from quietgrad.checks import require_at_least, require_int
 from quietgrad.clipping.clipped_sum import ClippedSum
 from quietgrad.events import SensitivityClaim
+
+
+def end_of_loop(released: int, planned: int, steps: int | None) -> int:
+    """The release before which a loop over batches ends.
+
+    Args:
+        released, planned: releases.
+        steps: of the loop; None takes all that remain.
+
+    Raises:
+        TypeError, ValueError: for another number of steps than a whole one.
+    """
+    if steps is None:
+        return planned
+    require_int("steps", steps)
+    require_at_least("steps", steps, 0, "it is how many batches the loop gives at most")
+    return min(planned, released + int(steps))
 
 
 def require_open(batch: OpenBatch | None, released: int, steps: int, closed: bool) -> OpenBatch:

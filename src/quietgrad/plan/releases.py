@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from quietgrad.clipping.clipped_sum import ClippedSum
 from quietgrad.distributed.alike import NOT_KNOWN, shapes_digest
+from quietgrad.distributed.shares import Shares
 from quietgrad.distributed.team import Team
 from quietgrad.ledger import LedgerWriter
 from quietgrad.noise.noisy_sum import NoisySum
@@ -33,7 +34,7 @@ class Releases:
     writer: LedgerWriter | None
     team: Team
 
-    def facts(self, clipped: ClippedSum, release: int, block: int) -> dict[str, str]:
+    def facts(self, clipped: ClippedSum, release: int, shares: Shares) -> dict[str, str]:
         """What has to be the same on all ranks.
 
         Raises:
@@ -45,7 +46,8 @@ class Releases:
         known = clipped.private.least_times  # nothing, of a rank without records
         return {
             "session": f"{self.session.key.seal()} {release}",
-            "shares": str(block),
+            "shares": str(shares.block),
+            "records": shares.records,
             "claim": repr(clipped.claim),
             "parameters": shapes_digest(clipped.gradients),
             "drawing": self.session.how(clipped.gradients),

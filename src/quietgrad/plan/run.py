@@ -31,7 +31,7 @@ from quietgrad.loading.draws import Draws
 from quietgrad.loading.loader import PrivateLoader
 from quietgrad.noise.noisy_sum import NoisySum
 from quietgrad.plan.contribution import clip_given
-from quietgrad.plan.open_batch import OpenBatch, require_open
+from quietgrad.plan.open_batch import OpenBatch, end_of_loop, require_open
 from quietgrad.plan.planned import Planned
 from quietgrad.plan.progress import TellsProgress
 from quietgrad.plan.releases import Releases
@@ -90,10 +90,10 @@ class PrivateRun(LooksTogether, TellsBeside, TellsProgress):
         Raises:
             RuntimeError: where a batch was not released, or in another process than the run's.
         """
-        end = self.plan.steps if steps is None else min(self.plan.steps, self._released + steps)
+        end = end_of_loop(self._released, self.plan.steps, steps)
         self._team.loops("begins", self._released)
         while self._released < end:
-            self._require_own_process()
+            self._require_running()
             index = self._released
             indices = self._draws.take(index)
             clipper = self._beside.clipper(self.plan.clipper_at(index))
@@ -143,10 +143,9 @@ class PrivateRun(LooksTogether, TellsBeside, TellsProgress):
         with self._team.stopping_all():
             self._loader = PrivateLoader(
                 self, self._draws, dataset, steps, physical_batch_size, collate_fn,
-                options, self._read_seed,
+                options, self._read_seed, self._look_again,
             )  # fmt: skip
-            self._team.same_records(dataset, self._session.key, self._loader.cut)
-            self._session.require_places(dataset)
+            self._look_first(dataset, self._loader.cut)
         return self._loader
 
     @one_at_a_time
@@ -166,7 +165,7 @@ class PrivateRun(LooksTogether, TellsBeside, TellsProgress):
             RuntimeError: in another process than the run's, or under a process group of several
                 ranks; with a loader, for other records than those it gave last.
         """
-        self._require_own_process()
+        self._require_running()
         self._team.require()
         with (
             self._team.stopping_all(),
@@ -264,7 +263,7 @@ class PrivateRun(LooksTogether, TellsBeside, TellsProgress):
         with self._team.stopping_all():
             opened = require_open(self._open, self._released, self.plan.steps, self._closed)
             opened.require_sum(clipped)
-            facts = self._releases.facts(clipped, self._released, self._shares.block)
+            facts = self._releases.facts(clipped, self._released, self._shares)
         held = self._team.agree("release", facts, clipped.private.examples)
         if self._team.size > 1:
             with self._team.stopping_all():

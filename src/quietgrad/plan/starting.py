@@ -14,7 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from quietgrad.checks import require_int
+from quietgrad.checks import require_int, require_no_home
 from quietgrad.clipping.soundness.processes import refuse_launcher
 from quietgrad.distributed.cut.ranks import CutRanks
 from quietgrad.distributed.groups.failing import require_to_end_at_failures, setting_that_goes_on
@@ -89,9 +89,15 @@ def _usable(
     require_run_to_extend(plan.extensions, ledger)
     _require_divisor(tensor_parallel, size)
     refuse_launcher(group_size=size)
+    for name, place in (("ledger", ledger), ("keys", keys)):
+        if place is not None:
+            require_no_home(name, place)
+            if not Path(place).name:
+                raise ValueError(f"{name}={str(place)!r} names no file; give the place of one")
     if keys is not None and ledger is not None:
         require_apart(Path(keys), Path(ledger))
-    return None if keys is None else Path(keys)
+    # A script may change its folder while the run lasts.
+    return None if keys is None else Path(keys).absolute()
 
 
 def _require_divisor(tensor_parallel: int, size: int) -> None:

@@ -98,7 +98,7 @@ def _were_float32(values: Iterable[Any]) -> bool:
 def _with_a_point(value: Any) -> float | None:
     if isinstance(value, float):
         return value
-    text = value.strip() if isinstance(value, str) else ""
+    text = (_text_of(value) or "").strip()
     return float(text) if _WHOLE.fullmatch(text) else None
 
 
@@ -106,18 +106,16 @@ def is_missing(value: Any) -> bool:
     """Whether a cell names no owner: it is empty, or a word that a tool wrote for an empty one."""
     if value is None or type(value).__name__ in ("NAType", "NaTType"):  # of pandas
         return True
-    if isinstance(value, str):
-        return not value.strip() or value.strip() in GAPS
-    if isinstance(value, bytes):
-        return not value.strip()
+    text = _text_of(value)
+    if text is not None:
+        return not text.strip() or text.strip() in GAPS
     return isinstance(value, float | np.floating) and bool(np.isnan(value))
 
 
 def _kind(value: Any, limit: int) -> str | None:
-    if isinstance(value, str):
-        return None if _is_rounded(value.strip()) else "text"
-    if isinstance(value, bytes):
-        return "bytes"
+    if isinstance(value, str | bytes):
+        rounded = _is_rounded((_text_of(value) or "").strip())
+        return None if rounded else "text" if isinstance(value, str) else "bytes"
     if isinstance(value, bool | np.bool_):
         return None
     whole = isinstance(value, Integral) or (
@@ -132,6 +130,16 @@ def _is_rounded(text: str) -> bool:
     # Python reads no number of thousands of digits, and says how many there are.
     many = len(digits) > len(str(2**53)) or int(digits or "0") >= 2**53
     return bool(_ROUNDED.fullmatch(text)) or many
+
+
+def _text_of(value: Any) -> str | None:
+    """Of text, and of bytes where they read as some: HDF5 and numpy's "S" give text so."""
+    if isinstance(value, bytes):
+        try:
+            return value.decode()
+        except UnicodeDecodeError:
+            return None
+    return value if isinstance(value, str) else None
 
 
 def _identity(value: Any) -> bytes:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, Protocol, runtime_checkable
 
 from quietgrad.checks import listed, nearest, require_finite, require_positive
@@ -208,7 +209,8 @@ def factors_of(name: str, schedule: Schedule | float, steps: int) -> list[float]
     Raises:
         ValueError, TypeError: naming ``name`` and the remedy.
     """
-    if isinstance(schedule, bool) or not isinstance(schedule, Schedule | int | float):
+    is_one = isinstance(schedule, Schedule) and callable(schedule.values)  # of pandas it is none
+    if isinstance(schedule, bool | Mapping) or not (is_one or isinstance(schedule, Real)):
         raise TypeError(
             f"{name}={schedule!r} is no schedule; pass a number or one of "
             "quietgrad.schedules, such as Cosine(1.0, 0.5)"

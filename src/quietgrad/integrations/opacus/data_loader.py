@@ -16,6 +16,7 @@ from quietgrad.integrations.opacus.collating import BagPlaces, CollateRows
 from quietgrad.integrations.opacus.following.tracing import Tape
 from quietgrad.integrations.opacus.source import BatchSource, Indices
 from quietgrad.loading.reading import one_by_one, require_records_apart
+from quietgrad.loading.repeated import require_each_once
 from quietgrad.loading.unsaid import say_no_lengths, say_no_sizes
 from quietgrad.tensors import map_tensors
 
@@ -115,6 +116,7 @@ class DPDataLoader(DataLoader[Any]):
         say_no_sizes()  # where the loop calls model and loss
         source = self.source
         if not self._looked_at:
+            require_each_once(self.dataset)
             require_records_apart(self.dataset)
             self._looked_at = True
         this_pass = source.begin_pass()

@@ -123,7 +123,15 @@ class NoiseSession:
         if self._rows is None or history is None or not history.rows:
             return
         assert self._drawn is not None
-        save_rows(self._rows, self._noise, history, self._drawn, self._ring.sessions)
+        try:
+            save_rows(self._rows, self._noise, history, self._drawn, self._ring.sessions)
+        except (OSError, RuntimeError) as error:  # torch's own of a full disk says nothing of it
+            raise RuntimeError(
+                f"{str(self._rows)!r}, the rows of correlated noise beside keys=, cannot be "
+                f"written ({getattr(error, 'strerror', None) or 'the disk may be full'}); make "
+                "room on the disk. The run may go on without them: a resume then draws more of its "
+                "noise again, and the same"
+            ) from error
 
     def how(self, like: Mapping[str, Tensor]) -> str:
         """What numbers depend on beside the keys: how they are drawn, and for which parameters. An

@@ -21,6 +21,7 @@ from typing import Any, BinaryIO
 
 import torch
 
+from quietgrad.checks import require_no_home
 from quietgrad.durable import close_locked, lock, make_folder, sync_folder, write_whole
 from quietgrad.ledger import LEDGER_NAME, holds_records
 
@@ -247,6 +248,8 @@ def open_run_dir(wanted: str, resume: bool) -> RunDir:
         raise ValueError(
             "--resume needs the run directory to go on with: --set training.run_dir=PATH"
         )
+    if wanted:
+        require_no_home("training.run_dir", wanted)
     path = Path(wanted) if wanted else _own_folder()
     run = RunDir(path)
     run.require_state(resume)
