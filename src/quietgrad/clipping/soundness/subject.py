@@ -267,7 +267,7 @@ def _weights_of(losses: Tensor, times_b: Tensor) -> Tensor:
 
 def _print(gradient: Tensor | None) -> Tensor:
     if gradient is None:
-        return torch.zeros(2, dtype=torch.double)
+        return torch.zeros(2, dtype=torch.double, device="cpu")
     flat = gradient.flatten()
     wide = torch.float32 if flat.device.type == "mps" else torch.float64
     norm = torch.linalg.vector_norm(flat, dtype=wide)  # without a copy in the wide type

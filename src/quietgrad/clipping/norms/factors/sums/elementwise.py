@@ -51,12 +51,11 @@ def sum_of_rows(x: Tensor, dtype: torch.dtype) -> Tensor:
 def _in_bags(x_btn: Tensor) -> Tensor:
     """[b, t, n] -> [b, n]: one call reads all rows once."""
     b, t, n = x_btn.shape
+    numbers = torch.arange(b * t, device=x_btn.device)  # a script may set another default
     runs = -(-t // RUN)
-    firsts = torch.arange(0, b * t, t)
-    if runs > 1:
-        firsts = (firsts.unsqueeze(1) + torch.arange(0, t, RUN)).view(-1)
-    rows, each = x_btn.reshape(b * t, n).contiguous(), torch.arange(b * t)
-    sums = torch.embedding_bag(rows, each, firsts, False, SUM_OF_BAGS)[0]
+    firsts = numbers.view(b, t)[:, ::RUN].reshape(-1)
+    rows = x_btn.reshape(b * t, n).contiguous()
+    sums = torch.embedding_bag(rows, numbers, firsts, False, SUM_OF_BAGS)[0]
     return sums if runs == 1 else _in_bags(sums.view(b, runs, n))
 
 
