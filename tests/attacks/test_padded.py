@@ -5,7 +5,6 @@ their gradient: no bit of it may follow from their company.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -291,8 +290,7 @@ def test_zeros_among_positions_change_no_bit(
     way: str, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if way == "any device's":
-        elsewhere = functools.partial(elementwise._sum_of_texts, dtype=torch.float32)
-        monkeypatch.setattr(elementwise, "_in_bags", elsewhere)
+        monkeypatch.setattr(elementwise, "_in_runs", elementwise._sum_of_texts)
     source = torch.Generator().manual_seed(0)
     x = 1e4 * torch.randn(shape, generator=source)
     found = sum_of_rows(x, torch.float32)
@@ -340,6 +338,35 @@ def test_positions_are_added_one_after_another(b: int, t: int, n: int, dtype: to
 def test_half_precision_is_added_up_in_single(narrow: torch.dtype) -> None:
     x = torch.randn(2, 300, 5, generator=torch.Generator().manual_seed(0)).to(narrow)
     assert torch.equal(sum_of_rows(x, torch.float32), one_after_another(x.float()))
+
+
+@pytest.mark.parametrize("lie", ["half", "repeated", "time first", "channels first"])
+@pytest.mark.parametrize("b, t, n", [(64, 8, 5), (3, 100, 7), (2, 1025, 3), (2, 70, 600)])
+def test_rows_that_lie_otherwise_are_not_copied_all_at_once(
+    lie: str, b: int, t: int, n: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under autocast, below a mean over positions, in a recurrence: they would take many times what
+    the batch does.
+    """
+    x = torch.randn(b, t, n, generator=torch.Generator().manual_seed(0))
+    if lie == "half":
+        x = x.bfloat16()
+    elif lie == "repeated":
+        x = x[:, :1].expand(b, t, n)
+    else:
+        order = (1, 0, 2) if lie == "time first" else (0, 2, 1)
+        x = x.permute(order).contiguous().permute(order)
+    right, sizes = one_after_another(x.float()), []
+
+    def watched(piece: Tensor) -> Tensor:
+        sizes.append(piece.numel())
+        return in_bags(piece)
+
+    in_bags = elementwise._in_bags
+    monkeypatch.setattr(elementwise, "_in_bags", watched)
+    monkeypatch.setattr(elementwise, "AT_ONCE", 1024)
+    assert torch.equal(sum_of_rows(x, torch.float32), right)
+    assert max(sizes) <= max(1024, elementwise.RUN * n, -(-t // elementwise.RUN) * b * n)
 
 
 @pytest.mark.parametrize("shape", [(0, 5, 3), (2, 5, 0), (0, 40, 3), (2, 40, 0), (0, 0, 3)])

@@ -20,8 +20,9 @@ def contribution(run: PrivateRun, gradients: Mapping[str, Tensor]) -> ClippedSum
         run: with its batch open.
         gradients: parameter name -> [examples, *shape].
     """
-    examples = len(next(iter(gradients.values())))
-    return run.contribution(gradients, examples, torch.full((examples,), math.inf))
+    some = next(iter(gradients.values()))
+    losses = torch.full((len(some),), math.inf, device=some.device)
+    return run.contribution(gradients, len(some), losses)
 
 
 def absence(run: PrivateRun, like: Mapping[str, Tensor], count: int) -> ClippedSum:

@@ -88,11 +88,11 @@ class Stage:
 
     def _choose_users(self, users: list[int], with_canary: bool) -> UserBatch:
         known, canary = self.records, self.canary
-        ends = torch.tensor((0, *known.sizes)).cumsum(0).tolist()
+        ends = torch.tensor((0, *known.sizes), device="cpu").cumsum(0).tolist()
         rows = [row for user in users for row in range(ends[user], ends[user + 1])]
         sizes = tuple(known.sizes[user] for user in users)
         chosen = Stage(self.model, self.per_example_loss, known.records, canary.records)
-        records = chosen.choose(torch.tensor(rows, dtype=torch.long), with_canary)
+        records = chosen.choose(torch.tensor(rows, dtype=torch.long, device="cpu"), with_canary)
         return UserBatch(records, sizes + canary.sizes if with_canary else sizes)
 
 
@@ -119,12 +119,13 @@ def linear_stage(plan: PrivacyPlan) -> Stage:
             "one; pass a Stage whose tensors have the shape [records, views, ...]"
         )
     generator = torch.Generator().manual_seed(0)  # made-up public records
-    model = nn.Linear(INPUTS, OUTPUTS, bias=False)
+    model = nn.Linear(INPUTS, OUTPUTS, bias=False, device="cpu")
     scale = LENGTH * plan.max_grad_norm / (INPUTS * OUTPUTS) ** 0.5
 
     def made(count: int) -> tuple[Tensor, Tensor]:
-        inputs = torch.randint(0, 2, (count, INPUTS), generator=generator) * 2.0 - 1.0
-        targets = torch.randint(0, 2, (count, OUTPUTS), generator=generator) * 2.0 - 1.0
+        with torch.device("cpu"):  # where its generator is
+            inputs = torch.randint(0, 2, (count, INPUTS), generator=generator) * 2.0 - 1.0
+            targets = torch.randint(0, 2, (count, OUTPUTS), generator=generator) * 2.0 - 1.0
         return inputs, targets * scale
 
     return Stage(model, weighted_outputs, made(plan.dataset_size - 1), made(1))

@@ -65,6 +65,7 @@ def run_trials(
     weights = torch.tensor(
         [[whitener.weight(int(t), j) for j in range(plan.steps)] for t in steps],
         dtype=torch.float64,
+        device="cpu",
     )
     lengths = np.array([whitener.variance(int(t)) for t in steps])[:, None]
     plans = {True: plan, False: without_last(plan)}
@@ -120,7 +121,7 @@ class _Seen:
     @classmethod
     def nothing(cls, steps: int, size: int, beside: int) -> _Seen:
         shapes = ((steps, size), (steps, size), (steps, beside), (steps, beside))
-        return cls(*(torch.zeros(shape, dtype=torch.float64) for shape in shapes))
+        return cls(*(torch.zeros(shape, dtype=torch.float64, device="cpu") for shape in shapes))
 
 
 def _one_run(

@@ -24,7 +24,7 @@ class SharedVerdict:
     """
 
     def __init__(self, plan: PrivacyPlan, stage: Stage) -> None:
-        some = torch.arange(min(stage.known, EXAMINED))
+        some = torch.arange(min(stage.known, EXAMINED), device="cpu")
         records = (
             stage.choose(some, True) if len(some) else map_tensors(stage.canary, _with_another)
         )

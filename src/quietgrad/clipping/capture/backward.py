@@ -203,7 +203,7 @@ def gradients_of_batch(
         stack.enter_context(layout.running())
         stack.enter_context(torch.enable_grad())
         if reentrant:
-            handles = attach_frozen(layout, torch.zeros((), requires_grad=True))
+            handles = attach_frozen(layout, torch.zeros((), device="cpu", requires_grad=True))
         else:
             handles = [
                 site.module.register_forward_pre_hook(note(site.name)) for site in layout.sites

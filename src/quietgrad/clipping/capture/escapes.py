@@ -24,6 +24,17 @@ def no_example_dimension(site: Site, what: str) -> NotCaptured:
     )
 
 
+def does_not_run_again(layer: str) -> NotCaptured:
+    """Of a layer without a rule, whose forward pass is repeated for each example."""
+    return NotCaptured(
+        f"layer {layer!r} has no rule, is run again for each example, and "
+        "reads something that was set for the whole batch (an attribute, a global, what it kept of "
+        "its last call), so its per-example gradients are not known; pass it what it reads as an "
+        "argument, examples first, freeze its parameters (requires_grad_(False)), or take one "
+        "example at a time (engine='one-example', exact for every layer)"
+    )
+
+
 def several_inputs(site: Site) -> NotCaptured:
     """Of a layer whose rule knows one input."""
     return NotCaptured(

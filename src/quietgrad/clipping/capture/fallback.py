@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -20,7 +21,11 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
 from quietgrad.clipping.capture.capture import Use
-from quietgrad.clipping.capture.escapes import NotCaptured, no_example_dimension
+from quietgrad.clipping.capture.escapes import (
+    NotCaptured,
+    does_not_run_again,
+    no_example_dimension,
+)
 from quietgrad.clipping.capture.units import first_dimension
 from quietgrad.clipping.norms.factors import DirectGradients
 from quietgrad.clipping.norms.signs import OF_SQUARES, Signs
@@ -65,8 +70,34 @@ def fallback_spreads(use: Use, batch_size: int, signs: Signs) -> dict[str, Tenso
     return _found(use, batch_size, signs, formed=False)[1]
 
 
+def gradients_in_turn(use: Use, batch_size: int) -> Iterator[dict[str, Tensor]]:
+    """What ``fallback_contributions`` gives, one example after the other: parameters may be large.
+    Errors are the same.
+    """
+    by_autograd = _passes(use, batch_size, None, formed=True)[1]
+    return (by_autograd(i)[0] for i in range(batch_size))
+
+
 def _found(use: Use, batch_size: int, signs: Signs | None, formed: bool) -> Found:
     """Per-example gradients, where they are wanted, and their spreads, where there are signs."""
+    together, by_autograd = _passes(use, batch_size, signs, formed)
+    found = together() if batch_size > 1 and use.site.unit.batches else None
+    if found is None:  # one example after the other gives the same numbers
+        each = [by_autograd(i) for i in range(batch_size)]
+        gradients, spreads = (
+            {name: torch.stack([one[part][name] for one in each]) for name in each[0][part]}
+            for part in (0, 1)
+        )
+        found = gradients, spreads
+    return found
+
+
+def _passes(
+    use: Use, batch_size: int, signs: Signs | None, formed: bool
+) -> tuple[Callable[[], Found | None], Callable[[int], Found]]:
+    """The module's passes over all examples under vmap (None where that does not work), and over
+    one of them.
+    """
     module, output_gradients = use.site.module, use.output_gradients
     refuse_randomness(use)
     if any(isinstance(x, PackedSequence) for x in use.args):
@@ -112,14 +143,28 @@ def _found(use: Use, batch_size: int, signs: Signs | None, formed: bool) -> Foun
         spreads = {} if example_signed is None else _norms(pulled(example_signed))
         return pulled(example_cotangents) if formed else {}, spreads
 
+    def require_sizes(outputs: list[Tensor], i: int) -> None:
+        for out, c, d in zip(outputs, cotangents, out_dims, strict=True):
+            if out.shape != c.select(d, i).unsqueeze(d).shape:
+                raise ValueError("another size than for all examples")
+
     def by_autograd(i: int) -> Found:
         parameters = {name: p.clone().requires_grad_(True) for name, p in own.items()}
         example = [
             leaf if dim is None else leaf.select(dim, i)
             for leaf, dim in zip(leaves, in_dims, strict=True)
         ]
-        with torch.enable_grad():
-            outputs = outputs_of_one(parameters, example)
+        try:
+            with torch.enable_grad():
+                outputs = outputs_of_one(parameters, example)
+            require_sizes(outputs, i)
+        except (torch.OutOfMemoryError, MemoryError):
+            raise
+        except Exception as error:
+            if batch_size == 1 or "allocate" in str(error):  # torch's words for memory
+                raise
+            # Without torch's words, which tell how many records there are.
+            raise does_not_run_again(use.site.name) from None
 
         def pulled(at_outputs: list[Tensor], again: bool) -> dict[str, Tensor]:
             seeds = [c.select(d, i).unsqueeze(d) for c, d in zip(at_outputs, out_dims, strict=True)]
@@ -141,8 +186,8 @@ def _found(use: Use, batch_size: int, signs: Signs | None, formed: bool) -> Foun
             "gradients cannot be told apart; freeze its own parameters or pass it something with "
             "an example dimension"
         )
-    found: Found | None = None
-    if batch_size > 1 and use.site.unit.batches:
+
+    def together() -> Found | None:
         # Operations without a batching rule raise, or warn and run one example after the other
         # inside vmap: right either way.
         with warnings.catch_warnings():
@@ -151,9 +196,10 @@ def _found(use: Use, batch_size: int, signs: Signs | None, formed: bool) -> Foun
             )
             try:
                 dims = (in_dims, out_dims, None if signed is None else out_dims)
-                found = vmap(pulled_back, in_dims=dims, randomness="error")(
+                found: Found = vmap(pulled_back, in_dims=dims, randomness="error")(
                     leaves, cotangents, signed
                 )
+                return found
             except (RuntimeError, NotImplementedError) as error:
                 if "random" in str(error):
                     raise ValueError(
@@ -163,14 +209,9 @@ def _found(use: Use, batch_size: int, signs: Signs | None, formed: bool) -> Foun
                         "these parameters, or move them into a "
                         "small module of their own"
                     ) from error
-    if found is None:  # one example after the other gives the same numbers
-        each = [by_autograd(i) for i in range(batch_size)]
-        gradients, spreads = (
-            {name: torch.stack([one[part][name] for one in each]) for name in each[0][part]}
-            for part in (0, 1)
-        )
-        found = gradients, spreads
-    return found
+        return None
+
+    return together, by_autograd
 
 
 def _norms(gradients: dict[str, Tensor]) -> dict[str, Tensor]:

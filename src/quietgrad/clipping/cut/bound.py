@@ -110,7 +110,7 @@ class CutClipper(BoundClipper):
 
     def _any_of(self, said: bool) -> bool:
         assert self.company is not None
-        return bool(self.company.of_each(torch.tensor([float(said)])).any())
+        return bool(self.company.of_each(torch.tensor([float(said)], device="cpu")).any())
 
     def _choose(self, layout: Layout, batch: Examples) -> ExecutionChoice:
         asked = self.clipper.physical_batch_size or self.clipper.max_physical_batch_size

@@ -23,11 +23,12 @@ from quietgrad.clipping.capture.backward import (
     visit_captured_calls,
     with_any_checkpointing,
 )
-from quietgrad.clipping.capture.capture import Use
+from quietgrad.clipping.capture.capture import Recording, Use
 from quietgrad.clipping.capture.layout import Layout, in_graph
 from quietgrad.clipping.capture.layout.modules import modules_of
 from quietgrad.clipping.capture.spread import each_gradient
 from quietgrad.clipping.norms.coarseness import Watch, is_coarse
+from quietgrad.clipping.soundness.company.repeated import repeated_gradients
 from quietgrad.clipping.soundness.company.rule_gradients import (
     Key,
     RuleGradients,
@@ -160,6 +161,7 @@ class Subject:
             found: dict[tuple[str, int], Factors] = {}
             own: dict[Key, RuleGradients] = {}
             calls: dict[str, int] = {}
+            recordings: list[Recording] = []
             n = batch_size_of(batch)
 
             def receive(use: Use) -> None:
@@ -167,7 +169,10 @@ class Subject:
                 factors = factors_of(use, n)
                 if factors is not None:
                     found[use.site.name, number] = factors
-                for name, gradients in rule_gradients(use):
+                given = dict(rule_gradients(use))
+                if times is None:
+                    given |= repeated_gradients(use, n, recordings[0])
+                for name, gradients in given.items():
                     own[use.site.name, number, name] = gradients
 
             passes = forward_captured(
@@ -176,6 +181,7 @@ class Subject:
             louder = contextlib.nullcontext() if times is None else louder_layers(self, times)
             watch = Watch()
             with seeded(self.devices, salt), louder, watch, passes as (losses, recording):
+                recordings.append(recording)
                 self._note_precision(watch)
                 heard = losses if times is None else losses * _weights_of(losses, times)
                 chosen = heard if wanted is None else heard[list(wanted)]
@@ -267,7 +273,7 @@ def _weights_of(losses: Tensor, times_b: Tensor) -> Tensor:
 
 def _print(gradient: Tensor | None) -> Tensor:
     if gradient is None:
-        return torch.zeros(2, dtype=torch.double)
+        return torch.zeros(2, dtype=torch.double, device="cpu")
     flat = gradient.flatten()
     wide = torch.float32 if flat.device.type == "mps" else torch.float64
     norm = torch.linalg.vector_norm(flat, dtype=wide)  # without a copy in the wide type

@@ -216,7 +216,7 @@ def _alike(one: Tensor, other: Tensor) -> Tensor:
     """The same as a truth value that need not be there yet."""
     one, other = local_of(one), local_of(other)
     if one.shape != other.shape or one.dtype != other.dtype or one.device != other.device:
-        return torch.tensor(False)
+        return torch.tensor(False, device="cpu")
     same = one == other.detach()
     if one.is_floating_point() or one.is_complex():
         same = same | ((one != one) & (other != other))
@@ -237,9 +237,10 @@ def _bits(tensor: Tensor) -> Tensor:
     """
     tensor = local_of(tensor.detach())
     if type(tensor) not in (Tensor, nn.Parameter):
-        return torch.tensor(0)  # another library's layout (quantized): identity and version only
+        # Another library's layout (quantized): identity and version only.
+        return torch.tensor(0, device="cpu")
     flat = tensor.detach().contiguous().view(-1)
     width = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(flat.element_size())
     if width is None or not flat.numel():
-        return torch.tensor(0)
+        return torch.tensor(0, device="cpu")
     return flat.view(width).sum(dtype=torch.int64)

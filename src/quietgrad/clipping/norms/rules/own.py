@@ -101,7 +101,8 @@ def _require_like_autograd(rule: Rule, module: nn.Module, x: Tensor) -> None:
                 "first; such a layer goes without a rule"
             )
         source = torch.Generator().manual_seed(0)
-        grads = torch.randn(out.shape, generator=source, dtype=torch.float64).to(out.device)
+        grads = torch.randn(out.shape, generator=source, dtype=torch.float64, device="cpu")
+        grads = grads.to(out.device)
         losses = [(copied(x[i : i + 1]) * grads[i : i + 1]).sum() for i in range(len(x))]
         rights = [torch.autograd.grad(loss, list(parameters.values())) for loss in losses]
     together = _gradients(rule, copied, x, grads, parameters)

@@ -126,7 +126,7 @@ class _Tried:
         shape = [len(LINES), *grad.shape[1:]]
         shape[self.axis] = self.length
         source = torch.Generator().manual_seed(0)
-        made = torch.randn(shape, generator=source, dtype=torch.float64)
+        made = torch.randn(shape, generator=source, dtype=torch.float64, device="cpu")
         if not cancelling:
             return made.abs().to(grad.device, grad.dtype)
         made = (made * LARGE.get(grad.dtype, 1e6)).to(grad.dtype).double()

@@ -34,9 +34,9 @@ def behaves_like_rms_norm(module: nn.Module) -> bool:
         probe = _probe_of(module)
         source = torch.Generator().manual_seed(0)
         with torch.no_grad():
-            weight = torch.randn(own["weight"].shape, generator=source)
+            weight = torch.randn(own["weight"].shape, generator=source, device="cpu")
             probe.weight.copy_(weight)  # type: ignore[operator]
-            x = torch.randn(2, 3, len(weight), generator=source)
+            x = torch.randn(2, 3, len(weight), generator=source, device="cpu")
             normalised = x * torch.rsqrt(x.pow(2).mean(dim=-1, keepdim=True) + epsilon_of(module))
             try:
                 y = probe(x)
@@ -61,5 +61,5 @@ def _probe_of(module: nn.Module) -> nn.Module:
     probe = kind.__new__(kind)
     hooks = {name: OrderedDict[int, Any]() for name in vars(module) if name.endswith("_hooks")}
     vars(probe).update(vars(module) | hooks)
-    vars(probe)["_parameters"] = {"weight": nn.Parameter(torch.empty(weight.shape))}
+    vars(probe)["_parameters"] = {"weight": nn.Parameter(torch.empty(weight.shape, device="cpu"))}
     return probe

@@ -7,6 +7,8 @@ import math
 import torch
 from torch import Tensor
 
+from quietgrad.clipping.capture.escapes import does_not_run_again
+from quietgrad.clipping.soundness.company.repeated import KIND as REPEATED
 from quietgrad.clipping.soundness.fingerprints import Factors
 from quietgrad.clipping.soundness.subject import Look, Tolerance
 
@@ -34,6 +36,8 @@ def require_same(alone: Look, company: Look, row: int, tolerance: Tolerance) -> 
     for key, one in alone.own.items():
         other = company.own.get(key)
         if other and not one.is_row_of(other, row, tolerance.factor, tolerance.again):
+            if one.kind == REPEATED:
+                raise does_not_run_again(key[0])
             raise Mixes(RULE.format(key[2], key[0]))
 
 

@@ -23,8 +23,8 @@ ONE_AFTER_THE_OTHER = 16  # such runs of neighbours; more of them are added up i
 
 SUM_OF_BAGS = 0  # a mode of torch's
 
-# Entries of what all runs of some texts are added up to at once: as many as a processor's cache
-# takes.
+# Entries of what all runs of some texts are added up to at once, or of rows that are copied: as
+# many as a processor's cache takes.
 AT_ONCE = 256 * 1024
 
 
@@ -43,21 +43,32 @@ def sum_of_rows(x: Tensor, dtype: torch.dtype) -> Tensor:
         return x.new_zeros(b, n, dtype=dtype)
     if x.shape[1:-2].numel() == 1:
         texts = x.reshape(b, length, n)
-        return _in_bags(texts.to(dtype)) if x.device.type == "cpu" else _sum_of_texts(texts, dtype)
+        return (_in_runs if x.device.type == "cpu" else _sum_of_texts)(texts, dtype)
     lines = x.reshape(b, -1, length, n)
     return add_in_pairs(_one_after_the_other(list(lines.unbind(1)), dtype))
 
 
-def _in_bags(x_btn: Tensor) -> Tensor:
-    """[b, t, n] -> [b, n]: one call reads all rows once."""
+def _in_runs(x_btn: Tensor, dtype: torch.dtype) -> Tensor:
+    """[b, t, n] -> [b, n], the same bits however the rows lie in memory."""
     b, t, n = x_btn.shape
-    runs = -(-t // RUN)
-    firsts = torch.arange(0, b * t, t)
-    if runs > 1:
-        firsts = (firsts.unsqueeze(1) + torch.arange(0, t, RUN)).view(-1)
-    rows, each = x_btn.reshape(b * t, n).contiguous(), torch.arange(b * t)
-    sums = torch.embedding_bag(rows, each, firsts, False, SUM_OF_BAGS)[0]
-    return sums if runs == 1 else _in_bags(sums.view(b, runs, n))
+    if x_btn.dtype == dtype and x_btn.is_contiguous():
+        sums = _in_bags(x_btn)
+    else:  # copied piece by piece: all rows at once may be far more than the batch takes
+        examples, positions = max(1, AT_ONCE // (t * n)), max(1, AT_ONCE // (RUN * n)) * RUN
+        pieces = [some.split(positions, dim=1) for some in x_btn.split(examples)]
+        found = [[_in_bags(piece.contiguous().to(dtype)) for piece in some] for some in pieces]
+        sums = torch.cat([torch.cat(some, dim=1) for some in found])
+    return sums.view(b, n) if t <= RUN else _in_runs(sums, dtype)
+
+
+def _in_bags(x_btn: Tensor) -> Tensor:
+    """[b, t, n] -> [b, runs, n]: one call reads all rows once."""
+    b, t, n = x_btn.shape
+    numbers = torch.arange(b * t, device=x_btn.device)  # a script may set another default
+    firsts = numbers.view(b, t)[:, ::RUN].reshape(-1)
+    rows = x_btn.view(b * t, n)
+    sums: Tensor = torch.embedding_bag(rows, numbers, firsts, False, SUM_OF_BAGS)[0]
+    return sums.view(b, -1, n)
 
 
 def _sum_of_texts(x_btn: Tensor, dtype: torch.dtype) -> Tensor:
