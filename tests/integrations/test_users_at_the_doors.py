@@ -140,6 +140,21 @@ def test_instruction_tuning_knows_users(tmp_path: Path, capfd: pytest.CaptureFix
     assert not datasets.are_progress_bars_disabled()
 
 
+@pytest.mark.parametrize("given", ["list", "column of records", "shuffled in place"])
+def test_a_data_set_that_is_shuffled_later_is_refused(tmp_path: Path, given: str) -> None:
+    data = private_trainers.records() if given == "list" else owned_records()
+    found = trainer(
+        tmp_path, train_dataset=data, record_owner=OWNERS if given == "list" else "writer"
+    )
+    if given == "shuffled in place":
+        data.reverse()
+    else:
+        found.train_dataset = data[::-1]
+    with pytest.raises(ValueError, match="in another order, after the trainer was made"):
+        found.train()
+    assert not (tmp_path / "ledger.jsonl").exists()
+
+
 def test_a_table_that_trl_would_shuffle_keeps_its_owners(tmp_path: Path) -> None:
     """They are told by the places that records came at: elsewhere a user's would count as many."""
     tuned = instructed(tmp_path, shuffle_dataset=True)
