@@ -164,7 +164,7 @@ def test_a_label_that_the_model_does_not_know_is_not_told(case: str) -> None:
     """torch's error is the number itself: of one private record."""
     model, batch, labels = model_and_batch(case)
     batch["labels"][2] = 8765
-    with pytest.raises(ValueError, match="a label is none of the model's .*num_labels=") as found:
+    with pytest.raises(ValueError, match=r"a label is none of the model's .*num_labels=") as found:
         record_loss_of(model, labels, 0.0)(model, batch)
     assert "8765" not in "".join(traceback.format_exception(found.value))
 
