@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningDataModule, callbacks
+from lightning.pytorch.callbacks.spike import SpikeDetection
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.tuner import Tuner
@@ -53,6 +54,7 @@ SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"callbacks": [callbacks.StochasticWeightAveraging(0.1)]}, "EMAWeightAveraging"),
     ({"callbacks": [callbacks.DeviceStatsMonitor()]}, "DeviceStatsMonitor.*leave it out"),
     ({"callbacks": [callbacks.ThroughputMonitor(len)]}, "ThroughputMonitor"),
+    ({"callbacks": [SpikeDetection(warmup=1)]}, "SpikeDetection.*EarlyStopping"),
     ({"callbacks": [callbacks.GradientAccumulationScheduler({1: 2})]}, "expected_batch_size"),
     ({"profiler": "advanced"}, 'AdvancedProfiler.*profiler="simple"'),
     ({"profiler": "pytorch"}, 'PyTorchProfiler.*profiler="simple"'),

@@ -13,7 +13,14 @@ import pytest
 import torch
 from datasets import Dataset
 from private_trainers import PRIVACY, StopAt, classifier, records, trainer
-from torch.utils.data import ConcatDataset, DataLoader, Subset, TensorDataset, random_split
+from torch.utils.data import (
+    ConcatDataset,
+    DataLoader,
+    Subset,
+    TensorDataset,
+    WeightedRandomSampler,
+    random_split,
+)
 from transformers import TrainerCallback, default_data_collator
 
 from quietgrad.integrations.public import refuse_private_evaluation
@@ -43,12 +50,30 @@ class MixedIn(Mixed, PrivateTrainer):
     pass
 
 
+class OwnSampler(PrivateTrainer):
+    def _get_train_sampler(self, *_: Any) -> Any:
+        return WeightedRandomSampler([1.0] * 100, 100)
+
+
+class OwnInputs(PrivateTrainer):
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        return {name: value[:, :4] for name, value in inputs.items()}
+
+
+class OwnNorm(PrivateTrainer):
+    def _get_grad_norm(self, *args: Any, **options: Any) -> Any:
+        return 0.0
+
+
 @pytest.mark.parametrize(
     ("kind", "why"),
     [
         (OwnStep, "OwnStep.training_step.*per_example_loss"),
         (OwnBatches, "OwnBatches.get_train_dataloader.*train_dataset"),
         (MixedIn, "Mixed.compute_loss.*per_example_loss"),
+        (OwnSampler, "OwnSampler._get_train_sampler would not be asked.*rare classes"),
+        (OwnInputs, "OwnInputs._prepare_inputs would see no batch.*data_collator"),
+        (OwnNorm, "OwnNorm._get_grad_norm"),
     ],
 )
 def test_methods_that_the_guarantee_is_made_of_are_not_replaced(
@@ -56,6 +81,17 @@ def test_methods_that_the_guarantee_is_made_of_are_not_replaced(
 ) -> None:
     with pytest.raises(ValueError, match=why):
         trainer(tmp_path, kind=kind)
+
+
+@pytest.mark.parametrize("name", ["compute_loss", "compute_loss_func", "_get_train_sampler"])
+def test_what_is_put_on_a_trainer_and_would_not_be_called_is_refused(
+    name: str, tmp_path: Path
+) -> None:
+    trained = trainer(tmp_path)
+    setattr(trained, name, lambda *_, **__: 1 / 0)
+    with pytest.raises(ValueError, match=f"{name} .*per_example_loss"):
+        trained.train()
+    assert not (tmp_path / "ledger.jsonl").exists()
 
 
 @pytest.mark.parametrize("instead", [True, False], ids=["instead", "afterwards"])

@@ -5,6 +5,7 @@ else is in the batch.
 from __future__ import annotations
 
 import copy
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -156,6 +157,16 @@ def test_a_record_without_a_learnt_token_contributes_zero() -> None:
     assert losses[2] == 0
     losses[2].backward()
     assert all(p.grad is None or not p.grad.any() for p in model.parameters())
+
+
+@pytest.mark.parametrize("case", ["causal", "classes"])
+def test_a_label_that_the_model_does_not_know_is_not_told(case: str) -> None:
+    """torch's error is the number itself: of one private record."""
+    model, batch, labels = model_and_batch(case)
+    batch["labels"][2] = 8765
+    with pytest.raises(ValueError, match=r"a label is none of the model's .*num_labels=") as found:
+        record_loss_of(model, labels, 0.0)(model, batch)
+    assert "8765" not in "".join(traceback.format_exception(found.value))
 
 
 def test_choices_are_records_with_several_rows() -> None:

@@ -122,6 +122,7 @@ def test_every_record_counts_also_one_that_is_cut_off(tmp_path: Path) -> None:
         ({"activation_offloading": True}, "activation_offloading"),
         ({"gradient_accumulation_steps": 2}, "expected_batch_size"),
         ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha"),
+        ({"truncation_mode": "keep_middle"}, "truncation_mode='keep_middle' is none that TRL"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )

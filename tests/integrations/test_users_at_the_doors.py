@@ -4,6 +4,7 @@ Opacus script, which knows no owners, is refused before any work starts.
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Callable
@@ -108,30 +109,60 @@ def test_trainer_goes_on_with_users(tmp_path: Path) -> None:
     assert private_trainers.same_weights(again.model, by_bert())
 
 
+def instructed(folder: Path, **changes: Any) -> Any:
+    from trl import SFTConfig
+
+    return PrivateSFTTrainer(
+        model=private_trainers.llama(),
+        args=SFTConfig(
+            str(folder), per_device_train_batch_size=8, max_length=16, bf16=False, use_cpu=True,
+            gradient_checkpointing=None, report_to=[], save_strategy="no", disable_tqdm=True,
+            **changes,
+        ),
+        train_dataset=private_trainers.pairs().add_column("writer", OWNERS),
+        processing_class=private_trainers.tokenizer(),
+        privacy=CONFIG,
+        record_owner="writer",
+    )  # fmt: skip
+
+
 def test_instruction_tuning_knows_users(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """TRL tokenises, and drops the column; the owners are those of the records as given. Bars that
     count records of all users are not shown.
     """
     import datasets
-    from trl import SFTConfig
 
-    owned = private_trainers.pairs().add_column("writer", OWNERS)
-    tuned = PrivateSFTTrainer(
-        model=private_trainers.llama(),
-        args=SFTConfig(
-            str(tmp_path), per_device_train_batch_size=8, max_length=16, bf16=False, use_cpu=True,
-            gradient_checkpointing=None, report_to=[], save_strategy="no", disable_tqdm=True,
-        ),
-        train_dataset=owned,
-        processing_class=private_trainers.tokenizer(),
-        privacy=CONFIG,
-        record_owner="writer",
-    )  # fmt: skip
+    tuned = instructed(tmp_path)
     tuned.train()
     header = read_ledger(tmp_path / "ledger.jsonl").header
     assert "user" in header["neighbouring"] and tuned.plan.dataset_size == len(set(OWNERS))
     assert f"/{len(OWNERS)} [" not in "".join(capfd.readouterr())
     assert not datasets.are_progress_bars_disabled()
+
+
+@pytest.mark.parametrize("given", ["list", "column of records", "shuffled in place"])
+def test_a_data_set_that_is_shuffled_later_is_refused(tmp_path: Path, given: str) -> None:
+    data = private_trainers.records() if given == "list" else owned_records()
+    found = trainer(
+        tmp_path, train_dataset=data, record_owner=OWNERS if given == "list" else "writer"
+    )
+    if given == "shuffled in place":
+        data.reverse()
+    else:
+        found.train_dataset = data[::-1]
+    with pytest.raises(ValueError, match="in another order, after the trainer was made"):
+        found.train()
+    assert not (tmp_path / "ledger.jsonl").exists()
+
+
+def test_a_table_that_trl_would_shuffle_keeps_its_owners(tmp_path: Path) -> None:
+    """They are told by the places that records came at: elsewhere a user's would count as many."""
+    tuned = instructed(tmp_path, shuffle_dataset=True)
+    users = tuned.plan.sampler.users
+    writers = tuned.train_dataset["writer"]
+    parts = [users.order[a:b] for a, b in itertools.pairwise(users.offsets)]
+    assert sum(map(len, parts)) == len(writers) == 100
+    assert all(len({writers[row] for row in part}) == 1 for part in parts)
 
 
 class Constant(lightning_modules.Small):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import UserDict
 from typing import Any
 
 import numpy as np
@@ -59,3 +60,21 @@ def test_lightning_takes_none_either() -> None:
 
     with pytest.raises(TypeError, match="pandas DataFrame"):
         training_data(DataLoader(SQUARE, batch_size=4))
+
+
+SPLITS = {"train": [{"x": 1.0}], "test": [{"x": 2.0}]}
+
+
+@pytest.mark.parametrize("several", [SPLITS, UserDict(input_ids=[[1]], labels=[0])])
+def test_a_dictionary_of_data_sets_or_columns_is_none(several: Any) -> None:
+    """It has as many entries as splits or columns, and was counted as so many records."""
+    from quietgrad.integrations.lightning.data import training_data
+    from quietgrad.integrations.transformers.refusals import refuse_data
+
+    said = r'which has no record 0.*give one of its data sets \({}\["train"\], say\)'
+    with pytest.raises(TypeError, match=said.format("train_dataset")):
+        refuse_data(several, None)
+    with pytest.raises(TypeError, match=said.format("dataset")):
+        training_data(several)
+    with PRIVACY.build(2).start() as run, pytest.raises(TypeError, match=said.format("dataset")):
+        run.loader(several)

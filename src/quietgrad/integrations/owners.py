@@ -56,6 +56,31 @@ class Owners:
                     "that nobody is in both"
                 )
 
+    def require_in_place(self, dataset: Any, planned: Any) -> None:
+        """Refuses records that were replaced, or put in another order, since owners were read: a
+        user's would count as those of many.
+
+        Args:
+            dataset: as it is trained on now.
+            planned: as it was when the plan was made.
+
+        Raises:
+            ValueError: with the remedy. It names nobody.
+        """
+        if self.of_records is None:
+            return
+        found = None if self._column is None else column_of(dataset, self._column)
+        if found is None:
+            moved = dataset is not planned
+        else:
+            moved = list(identities_of(found)) != list(identities_of(self.of_records))
+        if moved:
+            raise ValueError(
+                "train_dataset was replaced, or put in another order, after the trainer was made, "
+                "and record_owner says by a record's place whose it is; make a trainer of the "
+                "data set as it is now"
+            )
+
 
 def column_of(dataset: Any, name: str) -> list[Any] | None:
     """A column of a ``datasets.Dataset``, or of records that are dictionaries; None for others."""

@@ -109,7 +109,7 @@ def _has_gaps(array: Any) -> bool:
 
 
 def require_by_number(dataset: Any, name: str = "dataset") -> None:
-    """Refuses tables whose ``[i]`` is no record.
+    """Refuses tables, and dictionaries of several data sets, whose ``[i]`` is no record.
 
     Raises:
         TypeError: with the remedy.
@@ -121,6 +121,11 @@ def require_by_number(dataset: Any, name: str = "dataset") -> None:
             f"{name} is a pandas {kind.__name__}, of which [i] is the column or the label i and "
             "not record i, so that one row would be in many records; give its records, "
             f"{name}{records}"
+        )
+    if isinstance(dataset, Mapping) and len(dataset) and 0 not in dataset:
+        raise TypeError(
+            f"{name} is a {kind.__name__}, which has no record 0: a dictionary of data sets, or of "
+            f'columns; give one of its data sets ({name}["train"], say), or a list of records'
         )
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import callbacks, profilers
+from lightning.pytorch.callbacks.spike import SpikeDetection
 from lightning.pytorch.core.optimizer import _MockOptimizer
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 
@@ -107,6 +108,11 @@ COMPANIONS: dict[type, tuple[str, str]] = {
         "leave it out",
     ),
     callbacks.ThroughputMonitor: ("the sizes of batches are private", "leave it out"),
+    SpikeDetection: (
+        "it stops training by the loss of training records, and writes down which batches they "
+        "were; that loss is private, and nobody sees it",
+        "leave it out; EarlyStopping may watch a loss of public records",
+    ),
     profilers.AdvancedProfiler: (
         "how often a function ran tells how many records were drawn",
         'use profiler="simple"',

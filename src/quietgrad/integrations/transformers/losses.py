@@ -128,13 +128,8 @@ def mean_of_own_tokens(logits_btv: Tensor, labels_bt: Tensor, smoothing: float =
         labels_bt: words, or -100 where nothing is learnt.
         smoothing: as ``torch.nn.functional.cross_entropy``'s.
     """
-    losses = F.cross_entropy(
-        logits_btv.float().flatten(0, 1),
-        labels_bt.flatten(),
-        ignore_index=IGNORED,
-        reduction="none",
-        label_smoothing=smoothing,
-    ).view(labels_bt.shape)
+    losses = _cross_entropies(logits_btv.flatten(0, 1), labels_bt.flatten(), smoothing)
+    losses = losses.view(labels_bt.shape)
     return losses.sum(1) / (labels_bt != IGNORED).sum(1).clamp_min(1)
 
 
@@ -157,13 +152,20 @@ def _choice(bare: Any, outputs: Any, batch: Batch, smoothing: float) -> Tensor:
 
 
 def _cross_entropies(logits_bv: Tensor, labels_b: Tensor, smoothing: float) -> Tensor:
-    return F.cross_entropy(
-        logits_bv.float(),
-        labels_b.view(-1),
-        ignore_index=IGNORED,
-        reduction="none",
-        label_smoothing=smoothing,
-    )
+    try:
+        return F.cross_entropy(
+            logits_bv.float(),
+            labels_b.view(-1),
+            ignore_index=IGNORED,
+            reduction="none",
+            label_smoothing=smoothing,
+        )
+    except IndexError:  # which says what a record's label is
+        raise ValueError(
+            f"a label is none of the model's {logits_bv.shape[-1]} classes or words (whole numbers "
+            f"from 0, or {IGNORED} where nothing is learnt); make the model with num_labels= of "
+            "all that there may be, or number the labels of the data set so"
+        ) from None
 
 
 def _record_class(bare: Any, outputs: Any, batch: Batch, smoothing: float) -> Tensor:

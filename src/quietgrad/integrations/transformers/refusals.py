@@ -136,7 +136,18 @@ METHODS = {
     "_inner_training_loop": _NO_STEP,
     "get_train_dataloader": _NO_BATCHES,
     "get_batch_samples": _NO_BATCHES,
+    "_get_train_sampler": (
+        "would not be asked: every record is drawn by a coin of its own, at one rate",
+        "leave it out; losses of rare classes may be multiplied in per_example_loss=",
+    ),
+    "_prepare_inputs": (
+        "would see no batch that is trained on",
+        "change records in train_dataset, in data_collator or in per_example_loss=",
+    ),
+    "_get_grad_norm": ("stands where it is seen what the optimiser steps on", "leave it out"),
 }
+# Of these, what nobody would call or miss where it is put on the trainer itself.
+UNCALLED = ("compute_loss", "_get_train_sampler", "_prepare_inputs")
 
 
 def refuse_arguments(args: Any) -> None:
@@ -187,6 +198,11 @@ def refuse_before_training(trainer: Any) -> None:
         ValueError: with the remedy.
     """
     refuse_arguments(trainer.args)
+    for name in UNCALLED:
+        if name in vars(trainer):
+            why, instead = METHODS[name]
+            raise ValueError(f"trainer.{name} {why}; {instead}")
+    _refuse_loss(trainer.compute_loss_func)
     refuse_watched(trainer)
     refuse_measuring(trainer.callback_handler.callbacks)
     refuse_models_of(trainer.model, OTHERS)
@@ -231,6 +247,14 @@ def _shown(value: Any) -> str:
     return text if len(text) < 80 else f"<{type(value).__name__}>"
 
 
+def _refuse_loss(compute_loss_func: Any) -> None:
+    if compute_loss_func is not None:
+        raise ValueError(
+            "compute_loss_func returns one loss for a batch, in which records change each other's "
+            f"weight; {_NO_LOSS[1]}"
+        )
+
+
 def refuse_functions(trainer: type, base: type, options: dict[str, Any]) -> None:
     """Refuses losses of a whole batch.
 
@@ -242,12 +266,7 @@ def refuse_functions(trainer: type, base: type, options: dict[str, Any]) -> None
     Raises:
         ValueError: with the remedy.
     """
-    remedy = "give per_example_loss= (model, batch -> [records] losses)"
-    if options.get("compute_loss_func") is not None:
-        raise ValueError(
-            "compute_loss_func returns one loss for a batch, in which records change each other's "
-            f"weight; {remedy}"
-        )
+    _refuse_loss(options.get("compute_loss_func"))
     own = trainer.__mro__[: trainer.__mro__.index(base)]
     for name, (why, instead) in METHODS.items():
         for kind in own:

@@ -66,7 +66,8 @@ class PrivateSFTTrainer(PrivateTrainer, SFTTrainer):
         dataset_name: str,
     ) -> Any:
         """SFTTrainer's drops the records that are cut off before their answer, and so N would
-        depend on what is in them; here they stay.
+        depend on what is in them; here they stay. And it puts them in another order where it is
+        asked to: Poisson batches have none, and ``record_owner`` says whose a record is by it.
         """
         if formatting_func is None:
             require_columns(dataset, dataset_name, [*READ, (args.dataset_text_field,)])
@@ -75,7 +76,7 @@ class PrivateSFTTrainer(PrivateTrainer, SFTTrainer):
                 dataset, processing_class, args, packing, formatting_func, dataset_name
             )
         whole = copy.copy(args)
-        whole.max_length = None
+        whole.max_length, whole.shuffle_dataset = None, False
         filled = without_gaps(dataset, args.dataset_text_field)
         prepared = super()._prepare_dataset(
             filled, processing_class, whole, packing, formatting_func, dataset_name
@@ -83,8 +84,13 @@ class PrivateSFTTrainer(PrivateTrainer, SFTTrainer):
         most = args.max_length
         if most is None or args.truncation_mode == "keep_start":
             kept = slice(None, most)
-        else:
+        elif args.truncation_mode == "keep_end":
             kept = slice(-most, None)
+        else:
+            raise ValueError(
+                f"args.truncation_mode={args.truncation_mode!r} is none that TRL knows; use "
+                '"keep_start" or "keep_end"'
+            )
         return prepared.map(
             _cut,
             fn_kwargs={"kept": kept, "padding": self._tokenizer.pad_token_id},

@@ -191,6 +191,7 @@ class PrivateTrainer(LookingTrainer):
         refusals.refuse_before_training(self)
         if trial is not None:
             raise ValueError(NO_SEARCH)
+        self._owners.require_in_place(self.train_dataset, self._private_data[1])
         self._session.starts_from(self.model, self._bare_model())
         held = self._require_shardable()
         model: Any = self.model
