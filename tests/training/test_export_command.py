@@ -96,6 +96,8 @@ def test_tables(quietgrad: Run, settings: dict, tmp_path: Path) -> None:
         "data.validation_fraction": 0.3,
         "data.test_fraction": 0.3,
     }
+    for of_texts in ("model.lora_rank", "model.max_length"):
+        settings.pop(of_texts)
     file.write_text(
         "text,colour,label\n" + "".join(f"{i},{'rgb'[i % 3]},{'xy'[i % 2]}\n" for i in range(120))
     )

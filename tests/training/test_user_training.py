@@ -251,6 +251,8 @@ def test_a_table_learns_nothing_from_the_column_of_owners(
     file.write_text("\n".join(lines) + "\n")
     changed = {"data.source": str(file), "data.user": "person", "data.label": "rich"}
     model = {"model.name": "table:linear", "model.tune": "full"}
+    for of_texts in ("model.lora_rank", "model.max_length"):
+        of_users.pop(of_texts)
     prepared, outcome, _ = train(of_users | changed | model)
     encoding = prepared.task.encoding  # type: ignore[attr-defined]
     assert "person" not in {**encoding.numbers, **encoding.categories}
