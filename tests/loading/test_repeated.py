@@ -59,9 +59,32 @@ def test_each_once_is_taken(made: Callable[[], Any]) -> None:
 def test_selections_of_hugging_faces_data_sets_are_asked_too() -> None:
     datasets = pytest.importorskip("datasets")
     table = datasets.Dataset.from_dict({"a": list(range(20))})
-    for once in (table, table.shuffle(seed=0), table.select([3, 5])):
+    rare, part = table.filter(lambda record: record["a"] % 7 == 0), table.select(range(4, 9))
+    join = datasets.concatenate_datasets
+    others = datasets.Dataset.from_dict({"a": list(range(20))})
+    for once in (
+        table,
+        table.shuffle(seed=0),
+        table.select([3, 5]),
+        join([table, others]),
+        join([table.select(range(4)), table.select(range(4, 20))]),
+        join([part, rare.select([0, 2])]),
+        ConcatDataset([part, table.select([9, 10]), others]),
+        datasets.interleave_datasets([table, others]),
+        table.add_column("b", [[i] for i in range(20)]).train_test_split(0.3, seed=0)["train"],
+        datasets.Dataset.from_dict({"a": [None] * 3, "b": [1, 1, 1]}),
+    ):
         require_each_once(once)
-    for twice in (table.select([3, 5, 3]), Subset(table.select([3, 5]), [1, 1])):
+    for twice in (
+        table.select([3, 5, 3]),
+        Subset(table.select([3, 5]), [1, 1]),
+        join([table, rare, rare]),
+        join([table, part]).shuffle(seed=0),
+        join([part, table.select(range(8, 12))]).with_format("numpy"),
+        ConcatDataset([table.select(range(5)), table.select(range(4, 6))]),
+        ConcatDataset([table, table.remove_columns([])]),
+        datasets.interleave_datasets([table, rare], stopping_strategy="all_exhausted"),
+    ):
         with pytest.raises(ValueError, match="one record at several numbers"):
             require_each_once(twice)
 

@@ -14,22 +14,24 @@ Places = NDArray[np.int64]
 
 
 def require_each_once(dataset: Any) -> None:
-    """As far as torch's Subset and ConcatDataset, and the selections of Hugging Face's data sets,
-    tell. Equal records that lie at places of their own are several (docs/privacy/assumptions.md).
+    """As far as torch's Subset and ConcatDataset, and the tables of Hugging Face's data sets, tell:
+    rows that were selected twice, or joined to themselves, are the same cells in memory. Equal
+    records that lie at places of their own are several (docs/privacy/assumptions.md).
 
     Raises:
         ValueError: with the remedy; it names no record.
     """
-    if type(dataset) not in (Subset, ConcatDataset) and _selected(dataset) is None:
+    if type(dataset) not in (Subset, ConcatDataset) and not _is_joined(dataset):
         return
     found = _places(dataset, np.arange(len(dataset)))
-    if len(np.unique(found, axis=1).T) < found.shape[1]:
+    found = found[:, np.lexsort(found)]
+    if bool((found[:, 1:] == found[:, :-1]).all(0).any()):
         raise ValueError(
             "dataset gives one record at several numbers (repeated indices of a Subset or of "
-            "select, parts of a ConcatDataset that overlap): each number has a coin of its own, "
-            "and the record would add several times what epsilon counts; give every record once "
-            "and weigh its loss, or build the plan with record_owner=, where all that is one "
-            "record's has one owner (docs/users.md)"
+            "select, parts of a ConcatDataset or of concatenate_datasets that overlap): each "
+            "number has a coin of its own, and the record would add several times what epsilon "
+            "counts; give every record once and weigh its loss, or build the plan with "
+            "record_owner=, where all that is one record's has one owner (docs/users.md)"
         )
 
 
@@ -47,9 +49,11 @@ def _places(dataset: Any, numbers: Places) -> Places:
         ):
             found[:, part == i] = _places(one, numbers[part == i] - start)
         return found
-    selected = _selected(dataset)
-    if selected is not None:
-        return np.stack([np.full(len(numbers), id(dataset.data.table)), selected[numbers]])
+    if _is_table(dataset):
+        rows, indices = _rows(dataset.data.table), dataset._indices
+        if indices is not None:
+            rows = rows[np.asarray(indices.column(0).to_numpy(), dtype=np.int64)]
+        return np.stack([np.zeros(len(numbers), dtype=np.int64), rows[numbers]])
     return np.stack([np.full(len(numbers), id(dataset)), numbers])
 
 
@@ -57,10 +61,37 @@ def _taken(indices: Any, numbers: Places) -> Places:
     return np.asarray(indices, dtype=np.int64).reshape(-1)[numbers]
 
 
-def _selected(dataset: Any) -> Places | None:
-    """Rows of its table that a ``datasets.Dataset`` gives, where these are not all in order."""
+def _is_table(dataset: Any) -> bool:
     kind = type(dataset)
-    if (kind.__module__, kind.__qualname__) != ("datasets.arrow_dataset", "Dataset"):
-        return None
-    indices = getattr(dataset, "_indices", None)
-    return None if indices is None else np.asarray(indices.column(0).to_numpy(), dtype=np.int64)
+    return (kind.__module__, kind.__qualname__) == ("datasets.arrow_dataset", "Dataset")
+
+
+def _is_joined(dataset: Any) -> bool:
+    """Whether a ``datasets.Dataset`` is more than one table's rows in their order."""
+    if not _is_table(dataset):
+        return False
+    columns = dataset.data.table.columns
+    return dataset._indices is not None or any(column.num_chunks > 1 for column in columns)
+
+
+def _rows(table: Any) -> Places:
+    """[rows] where each row of an Arrow table lies, a number of the memory of all of its cells: a
+    slice of a table has its memory. Two rows have one number by accident once in 2^64 pairs.
+    """
+    found = np.zeros(table.num_rows, dtype=np.uint64)
+    for column in table.columns:
+        cells = [np.zeros(0, dtype=np.uint64)]
+        for chunk in column.chunks:
+            memory = next((part for part in chunk.buffers() if part is not None), None)
+            first = np.array([0 if memory is None else memory.address], dtype=np.uint64)
+            places = np.arange(chunk.offset, chunk.offset + len(chunk), dtype=np.uint64)
+            cells.append(_mixed(first) + places)
+        found = _mixed(found) + np.concatenate(cells)
+    return found.view(np.int64)
+
+
+def _mixed(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Of 64 bits, so that near numbers are far from each other (the finaliser of SplitMix64)."""
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        x = (x ^ (x >> np.uint64(shift))) * np.uint64(factor)
+    return x ^ (x >> np.uint64(31))
