@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from accelerate.logging import MultiProcessAdapter
-from datasets import Dataset
+from datasets import Dataset, concatenate_datasets
 from peft import LoraConfig
 from private_trainers import (
     PRIVACY,
@@ -131,6 +131,15 @@ def test_what_cannot_be_private_is_refused(
 ) -> None:
     with pytest.raises(ValueError, match=why):
         sft(tmp_path / "run", **changes)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_table_that_is_joined_to_some_of_its_rows_is_refused(tmp_path: Path) -> None:
+    """TRL tokenises them, and from then on each lies at a place of its own."""
+    data = pairs()
+    more = concatenate_datasets([data, data.select(range(5))])
+    with pytest.raises(ValueError, match="one record at several numbers"):
+        sft(tmp_path / "run", train_dataset=more)
     assert not (tmp_path / "run").exists()
 
 

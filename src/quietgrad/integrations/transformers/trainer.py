@@ -38,6 +38,7 @@ from quietgrad.integrations.transformers.session import TrainerSession
 from quietgrad.integrations.transformers.sharding import ALIKE
 from quietgrad.loading.batches import LoadedBatch
 from quietgrad.loading.loader import PrivateLoader
+from quietgrad.loading.repeated import require_each_once
 from quietgrad.loading.unsaid import say_no_lengths
 from quietgrad.plan import PrivacyConfig, PrivacyPlan, PrivateRun
 
@@ -96,6 +97,8 @@ class PrivateTrainer(LookingTrainer):
         refusals.refuse_data(train_dataset, eval_dataset)
         self._owners = Owners(record_owner, train_dataset)
         self._owners.refuse_shared(eval_dataset)
+        if record_owner is None:
+            require_each_once(train_dataset)  # what TRL makes of it has a memory of its own
         if args is not None:
             refusals.refuse_arguments(args)
         refusals.refuse_optimizer(options)
