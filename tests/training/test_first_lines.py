@@ -14,7 +14,7 @@ import pytest
 from tiny_runs import labelled_texts
 
 from quietgrad.sampling.identities import identities_of
-from quietgrad.training.settings.config import config_from
+from quietgrad.training.settings.config import config_from, load_config
 from quietgrad.training.sources.pictures import inspect_folder
 from quietgrad.training.tasks.columns import read_file
 from quietgrad.training.tasks.images.data import LabelledImages, split_images
@@ -264,6 +264,14 @@ def test_a_setting_that_nothing_reads_is_refused(
     config = config_from({**tables, "data": {"source": str(tmp_path / "a.csv"), **data}})
     with pytest.raises(ValueError, match=f"says nothing to {what}" if "a " in what else what):
         load_task(config)
+
+
+def test_what_the_embedded_default_says_is_nobodys() -> None:
+    """It is of texts, and ``--set`` names another model."""
+    named = ["model.name=cnn:groupnorm", "model.tune=full", "data.source=packaged:digits"]
+    config = load_config(None, named)
+    assert config.model.head == "layers"
+    assert load_task(config).what == "a classifier of images"
 
 
 def test_labels_of_a_set_of_images_that_brings_its_own_are_refused() -> None:
