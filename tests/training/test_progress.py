@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,30 +20,52 @@ from quietgrad.clipping.soundness.guard import is_guarded
 Run = Callable[..., tuple[int, str, str]]
 
 
-def slowed(function: Any, seconds: float = 0.4) -> Any:
+def until_said_again(function: Any, said: list[str]) -> Any:
+    """``function``, which begins once what it belongs to was said to last."""
+
     def slow(*given: Any, **options: Any) -> Any:
-        time.sleep(seconds)
+        known, until = len(said), time.monotonic() + 60
+        while len(said) == known and time.monotonic() < until:
+            time.sleep(0.01)
         return function(*given, **options)
 
     return slow
 
 
-def test_what_lasts_is_said_again_and_what_ends_soon_is_not() -> None:
+def test_what_lasts_is_said_again_and_what_ends_soon_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Looks every quarter of the time after which something is said, with a clock of the test's."""
+    clock = [100.0]
+    monkeypatch.setattr(still.time, "monotonic", lambda: clock[0])
     said: list[tuple[str, float]] = []
-    with Still(lambda what, seconds: said.append((what, seconds)), 0.2) as lasting:
-        time.sleep(0.3)  # nothing has begun
+    lasting = Still(lambda what, seconds: said.append((what, seconds)), every=1.0)
+
+    def pass_by(seconds: float) -> None:
+        for _ in range(int(seconds * 4)):
+            clock[0] += 0.25
+            lasting.look()
+
+    pass_by(3.0)  # nothing has begun
+    lasting.now("one")
+    pass_by(2.75)
+    for _ in range(6):
+        lasting.now("short")
+        pass_by(0.75)
+    lasting.now("short")
+    pass_by(1.0)
+    lasting.now("")
+    pass_by(3.0)
+    assert said == [("one", 1.0), ("one", 2.0), ("short", 1.0)]
+
+
+def test_the_watching_thread_lives_as_long_as_the_block() -> None:
+    said = threading.Event()
+    with Still(lambda what, seconds: said.set(), every=0.05) as lasting:
         lasting.now("one")
-        time.sleep(0.5)
-        for _ in range(6):
-            lasting.now("short")
-            time.sleep(0.05)
-        lasting.now("")
-        time.sleep(0.3)
-    assert [what for what, _ in said] == ["one", "one"]
-    assert 0.2 <= said[0][1] < said[1][1] < 0.6
-    count = len(said)
-    time.sleep(0.3)
-    assert len(said) == count  # the thread has ended with the block
+        assert said.wait(60)
+        assert lasting._thread.is_alive()
+    assert not lasting._thread.is_alive()
 
 
 def test_seconds_become_minutes() -> None:
@@ -73,22 +96,33 @@ def test_each_long_part_of_a_run_is_said_again(
 ) -> None:
     from quietgrad.training import forecast, prepare, runner
 
+    said: list[str] = []
+    duration_of = still.duration
+
+    def counted(seconds: float) -> str:
+        said.append("")
+        return duration_of(seconds)
+
     monkeypatch.setattr(still, "EVERY", 0.15)
-    monkeypatch.setattr(prepare, "load_task", slowed(prepare.load_task))
-    monkeypatch.setattr(forecast, "kept_forecast", slowed(forecast.kept_forecast))
-    monkeypatch.setattr(runner, "guard_on_public_records", slowed(runner.guard_on_public_records))
-    monkeypatch.setattr(runner._Loop, "step", slowed(runner._Loop.step))
-    monkeypatch.setattr(runner._Loop, "finish", slowed(runner._Loop.finish))
+    monkeypatch.setattr(stages, "duration", counted)
+    for place, name in (
+        (prepare, "load_task"),
+        (forecast, "kept_forecast"),
+        (runner, "guard_on_public_records"),
+        (runner._Loop, "step"),
+        (runner._Loop, "finish"),
+    ):
+        monkeypatch.setattr(place, name, until_said_again(getattr(place, name), said))
     made = settings | {"training.eval_every": 0, "training.steps": 2}
     code, out, err = quietgrad("train", write_config(made))
     assert (code, err) == (0, "")
-    again = [line for line in out.splitlines() if line.startswith("still ")]
+    again = [line.rpartition(",")[0] for line in out.splitlines() if line.startswith("still ")]
     wanted = [
-        f"still reading {settings['data.source']}, 0 s",
-        "still timing a step on validation records, 0 s",
-        "still looking at the model before the first step, 0 s",
-        "still in step 2 of 2, 0 s",
-        "still scoring and saving the model, 0 s",
+        f"still reading {settings['data.source']}",
+        "still timing a step on validation records",
+        "still looking at the model before the first step",
+        "still in step 2 of 2",
+        "still scoring and saving the model",
     ]
     assert [line for line in dict.fromkeys(again) if line in wanted] == wanted
     bar = ("training ", "scoring and saving the model ")  # whose last state is none of the lines

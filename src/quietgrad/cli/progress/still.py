@@ -25,6 +25,7 @@ class Still:
         """
         self._say, self._every = say, EVERY if every is None else every
         self._current: tuple[str, float] = ("", 0.0)
+        self._watched, self._due = self._current, 0.0
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
@@ -40,16 +41,19 @@ class Still:
         self._ended.set()
         self._thread.join()
 
+    def look(self) -> None:
+        """Says what goes on, where that is due."""
+        now = time.monotonic()
+        what, began = self._current
+        if (what, began) != self._watched:
+            self._watched, self._due = (what, began), began + self._every
+        if what and now >= self._due:
+            self._due = now + self._every
+            self._say(what, now - began)
+
     def _watch(self) -> None:
-        watched, due = self._current, 0.0
         while not self._ended.wait(self._every / LOOKS):
-            now = time.monotonic()
-            what, began = self._current
-            if (what, began) != watched:
-                watched, due = (what, began), began + self._every
-            if what and now >= due:
-                due = now + self._every
-                self._say(what, now - began)
+            self.look()
 
 
 def duration(seconds: float) -> str:
