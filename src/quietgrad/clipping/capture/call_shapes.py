@@ -7,16 +7,27 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
 
-from quietgrad.clipping.capture.escapes import nested, no_example_dimension, several_inputs
+from quietgrad.clipping.capture.escapes import (
+    nested,
+    no_example_dimension,
+    several_inputs,
+    transformed,
+)
 from quietgrad.clipping.capture.layout import Site
 from quietgrad.clipping.norms.rules.registry import batched_dims
 
 
-def require_not_nested(site: Site, values: Iterable[Any]) -> None:
-    """That no tensor among what a module is called with, or returns, is nested."""
+def require_plain(site: Site, values: Iterable[Any]) -> None:
+    """That no tensor among what a module is called with, or returns, is nested, and that what runs
+    is no transform of torch.func, where tensors have fewer dimensions than they show, or more.
+    """
+    if forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active():
+        raise transformed(site)
     for value in values:
         inside = pytree.tree_leaves(value) if isinstance(value, list | tuple | dict) else (value,)
         if any(isinstance(leaf, Tensor) and leaf.is_nested for leaf in inside):

@@ -23,7 +23,7 @@ from quietgrad.clipping.capture.call_shapes import (
     give_outputs_examples,
     in_rows,
     require_examples_first,
-    require_not_nested,
+    require_plain,
     tensors_among,
 )
 from quietgrad.clipping.capture.escapes import NotCaptured, gradients_of_its_own
@@ -266,7 +266,7 @@ def _expander(
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         if is_off(recording):
             return None
-        require_not_nested(site, (*args, *kwargs.values()))
+        require_plain(site, (*args, *kwargs.values()))
         if batch_size == 1 or not site.unit.examples_first(module, args):
             return None
         if site.rule is not None and args and first_dimension(args[0]) == batch_size:
@@ -310,7 +310,7 @@ def _recorder(
         positions = tuple(i for i, leaf in enumerate(outputs) if _carries_gradient(leaf, recording))
         if not positions:
             return None
-        require_not_nested(site, (*args, *kwargs.values(), *outputs))
+        require_plain(site, (*args, *kwargs.values(), *outputs))
         if site.rule is not None:
             require_examples_first(site, args, kwargs, batch_size)
         else:

@@ -57,6 +57,18 @@ def nested(site: Site) -> NotCaptured:
     )
 
 
+def transformed(site: Site) -> NotCaptured:
+    """Of a layer that is called inside a transform of torch.func, or under forward-mode
+    derivatives.
+    """
+    return NotCaptured(
+        f"layer {site.name!r} ({type(site.module).__name__}) is called inside a transform (vmap, "
+        "grad or jvp of torch.func, torch.autograd.forward_ad), where examples cannot be told "
+        "apart; call it outside, or take one example at a time (engine='one-example', exact for "
+        "every layer)"
+    )
+
+
 def sorted_beforehand(site: Site) -> NotCaptured:
     """Of a recurrent layer whose examples stand in an order that nobody tells."""
     return NotCaptured(

@@ -11,6 +11,7 @@ import contextlib
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -112,15 +113,28 @@ class _Everywhere:
     def __exit__(self) -> None: ...
 
 
+ASSUMED_BYTES = 1 << 30  # that autograd keeps of an example, where nothing tells how many
+
+Looks = Literal["counts and saved", "saved", "none"]
+LOOKS: tuple[Looks, ...] = ("counts and saved", "saved", "none")
+
+
 @dataclass
 class _Meter:
-    """Multiplications and saved memory of what runs inside; ``counts``: False where torch's counter
-    of multiplications cannot be on (it knows nothing of nested tensors, say).
+    """Multiplications and saved memory of what runs inside.
+
+    ``looks``: all; without torch's counter of multiplications, which cannot be on everywhere (it
+    knows nothing of nested tensors, say); none, since torch.func in a loss bears no look at what is
+    saved.
     """
 
-    counts: bool = True
+    looks: Looks
     multiplications: float = 0.0
     saved: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def saved_bytes(self) -> int:
+        return ASSUMED_BYTES if self.looks == "none" else sum(self.saved.values())
 
     @contextlib.contextmanager
     def reading(self, model: nn.Module, one: Batch) -> Iterator[None]:
@@ -133,7 +147,10 @@ class _Meter:
                 self.saved[storage._cdata] = storage.nbytes()
             return tensor
 
-        if not self.counts:
+        if self.looks == "none":
+            yield
+            return
+        if self.looks == "saved":
             with saved_tensors_hooks(pack, lambda tensor: tensor):
                 yield
             return
@@ -166,18 +183,20 @@ def trace(
     )
     one, trace_it = slice_batch(batch, 0, 1), _trace if captured else _trace_plain
 
-    def traced(counts: bool) -> ModelTrace:
+    def traced(looks: Looks) -> ModelTrace:
         with torch.random.fork_rng(devices):
             return with_any_checkpointing(
-                checkpointing, lambda r: trace_it(model, layout, per_example_loss, one, r, counts)
+                checkpointing, lambda r: trace_it(model, layout, per_example_loss, one, r, looks)
             )
 
-    try:
-        return traced(counts=True)
-    except (torch.OutOfMemoryError, NotCaptured):
-        raise
-    except (RuntimeError, TypeError, NotImplementedError):  # the counter's; or the model's, again
-        return traced(counts=False)
+    for looks in LOOKS[:-1]:
+        try:
+            return traced(looks)
+        except (torch.OutOfMemoryError, NotCaptured):
+            raise
+        except (RuntimeError, TypeError, NotImplementedError):  # the look's, or the model's, again
+            continue
+    return traced(LOOKS[-1])
 
 
 def _trace_plain(
@@ -186,15 +205,15 @@ def _trace_plain(
     per_example_loss: PerExampleLoss,
     one: Batch,
     reentrant: bool,
-    counts: bool,
+    looks: Looks,
 ) -> ModelTrace:
-    meter = _Meter(counts)
+    meter = _Meter(looks)
     with meter.reading(model, one):
         gradients_of_batch(model, layout, per_example_loss, one, reentrant)
     parameters = tuple(
         ParameterTrace(name, None, tuple(p.shape), 0) for name, p in layout.parameters.items()
     )
-    work, saved = meter.multiplications, sum(meter.saved.values())
+    work, saved = meter.multiplications, meter.saved_bytes
     return ModelTrace(
         parameters, saved, work, 0.0, len(layout.sites), *_bytes_of(layout), captured=False
     )
@@ -213,7 +232,7 @@ def _trace(
     per_example_loss: PerExampleLoss,
     one: Batch,
     reentrant: bool,
-    counts: bool,
+    looks: Looks,
 ) -> ModelTrace:
     found: dict[str, list[MatrixFactors]] = {}
     output_bytes: dict[str, int] = {}
@@ -231,7 +250,7 @@ def _trace(
                 found.setdefault(name, []).append(contribution)
                 output_bytes[name] = output_bytes.get(name, 0) + size
 
-    meter = _Meter(counts)
+    meter = _Meter(looks)
     passes = forward_captured(model, layout, per_example_loss, one, receive, reentrant)
     with meter.reading(model, one), passes as (losses, recording):
         visit_captured_calls(losses, recording, layout)
@@ -245,5 +264,5 @@ def _trace(
             )
         )
     weight = sum(Materialized().multiplications(c, 1) for p in traces if (c := p.cost) is not None)
-    work, saved = meter.multiplications, sum(meter.saved.values())
+    work, saved = meter.multiplications, meter.saved_bytes
     return ModelTrace(tuple(traces), saved, work, weight, calls, *_bytes_of(layout))
