@@ -108,11 +108,9 @@ class Examples:
 
     @cached_property
     def groups(self) -> RowGroups:
-        sizes = (1,) * len(self) if self.sizes is None else self.sizes
-        return RowGroups(
-            tuple(size * self.views for size in sizes),
-            single=self.sizes is None and self.views == 1,
-        )
+        if self.sizes is None:  # no walk through all examples: small models wait for it
+            return RowGroups((self.views,) * len(self), single=self.views == 1)
+        return RowGroups(tuple(size * self.views for size in self.sizes))
 
     def parts(self, size: int) -> Iterator[Examples]:
         """Micro-batches of at most so many records, those counted that fill up smaller users; a
