@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -59,8 +60,6 @@ KINDS = [
 def test_random_models_are_not_refused_are_decided_and_see_the_random_state_unchanged(
     kind: str,
 ) -> None:
-    import numpy as np
-
     model = Noisy(kind).train()
     bound = Clipper(1.0, engine="bookkeeping").bind(model, good)
     torch.manual_seed(3)
@@ -84,6 +83,32 @@ def test_mixing_is_seen_behind_every_kind_of_randomness(kind: str) -> None:
 
     with pytest.raises(ValueError, match="depends on other examples"):
         Clipper(1.0, engine="bookkeeping").clip(MixesToo(kind).train(), good, records())
+
+
+class Masked(nn.Module):
+    """SpecAugment: numpy draws which inputs of each example are left out; the loss shows little."""
+
+    def __init__(self, mixes: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.head, self.mixes = nn.Linear(6, 8), nn.Linear(8, 3), mixes
+        self.head.weight.data.mul_(1e-4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            x = x * torch.from_numpy(np.random.rand(*x.shape) < 0.5)
+        return self.head(self.first(x - 0.3 * x.mean(0) if self.mixes else x))
+
+
+def test_masks_of_numpys_that_the_loss_hardly_shows_are_taken_one_at_a_time() -> None:
+    bound = Clipper(1.0).bind(Masked().train(), good)
+    bound.clip(records(), step=0)
+    assert not next(iter(bound._guard._verdicts.values())).together
+
+
+def test_mixing_is_seen_behind_masks_that_the_loss_hardly_shows() -> None:
+    with pytest.raises(ValueError, match="depends on other examples"):
+        Clipper(1.0).clip(Masked(mixes=True).train(), good, records())
 
 
 def test_bert_with_dropout_padding_and_autocast_is_not_refused() -> None:

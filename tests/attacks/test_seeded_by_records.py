@@ -236,3 +236,41 @@ def test_the_default_generators_are_welcome() -> None:
         return good(model, dropping(batch, drawn) if chosen else batch)
 
     Clipper(1.0, physical_batch_size=RECORDS).bind(small(dropout=0.5).train(), loss).clip(records())
+
+
+def blocks_that_meet(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """As BigBird: which blocks meet is drawn by numpy from a seed of its own, for all alike."""
+    np.random.seed(0)
+    kept = torch.from_numpy(np.random.permutation(batch["x"].shape[1]) < 4)
+    return good(model, {**batch, "x": batch["x"] * kept})
+
+
+def by_place(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """As many for every batch, and another one for every place."""
+    np.random.seed(0)
+    drawn = torch.from_numpy(np.random.rand(RECORDS, batch["x"].shape[1]))
+    return good(model, dropping(batch, drawn[: len(batch["x"])]))
+
+
+def drawn_before_the_seed(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """All but the first micro-batch draw from numbers that are known."""
+    kept = torch.from_numpy(np.random.permutation(batch["x"].shape[1]) < 4)
+    np.random.seed(0)
+    return good(model, {**batch, "x": batch["x"] * kept})
+
+
+@pytest.mark.parametrize("micro_batch", [1, RECORDS])
+def test_numpys_numbers_that_all_records_share_may_have_a_seed(micro_batch: int) -> None:
+    bound = Clipper(0.05, physical_batch_size=micro_batch).bind(small().train(), blocks_that_meet)
+    found = bound.clip(records(), step=0).gradients
+    rest = bound.clip(rows(records(), *range(1, RECORDS)), step=1).gradients
+    moved = sum(float((g - rest[k]).double().pow(2).sum()) for k, g in found.items()) ** 0.5
+    assert 0 < moved < 0.05
+
+
+@pytest.mark.parametrize("loss", [by_place, drawn_before_the_seed])
+def test_numpys_numbers_by_place_and_known_ones_of_other_passes_are_refused(
+    loss: Callable[..., Tensor],
+) -> None:
+    with pytest.raises(ValueError, match="depends on other examples"):
+        Clipper(1.0, physical_batch_size=RECORDS).bind(small().train(), loss).clip(records())

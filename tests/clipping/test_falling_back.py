@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from cases import cross_entropy
 from torch import Tensor, nn
+from torch.nn.utils import prune
 
 from quietgrad.clipping import Clipper, clipped_gradients, per_example_norms
 from quietgrad.clipping.capture.escapes import NotCaptured
@@ -300,3 +302,59 @@ def test_what_a_child_holds_of_its_parent_is_counted_once_a_use(again: bool) -> 
     actual = Clipper(clip, engine="bookkeeping").clip(model, cross_entropy, batch).gradients
     for name in expected:
         torch.testing.assert_close(actual[name], expected[name], rtol=1e-5, atol=1e-7)
+
+
+class Depths(nn.Module):
+    """Positions for every depth, as YOLOS has: [depths, 1, positions, features]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places = nn.Parameter(torch.linspace(-1, 1, 30).view(1, 1, 5, 6))
+
+    def forward(self, size: tuple[int, int]) -> Tensor:
+        return self.places * size[0]
+
+
+class WithDepths(nn.Module):
+    """One depth alone: the table's first dimension is as long as one example's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.depths, self.inner, self.head = Depths(), nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        table = self.depths((2, 2))
+        return self.head((self.inner(x) + table[0]).tanh().mean(1))
+
+
+def test_a_table_of_one_depth_is_not_taken_for_mixing() -> None:
+    torch.manual_seed(0)
+    model, batch = WithDepths(), batch_of(5, 6)
+    gradients = oracle_gradients(model, cross_entropy, batch)
+    clip = float(oracle_norms(gradients).mean())
+    found = clipped_gradients(model, cross_entropy, batch, clip).gradients
+    for name, g in oracle_clipped_sum(gradients, clip).items():
+        torch.testing.assert_close(found[name], g)
+    with pytest.raises(NotCaptured, match=r"'depths'.*example dimension.*engine='one-example'"):
+        Clipper(clip, engine="bookkeeping").clip(model, cross_entropy, batch)
+
+
+def pruned(layer: nn.Module) -> nn.Module:
+    return prune.l1_unstructured(layer, "weight", amount=0.5)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm`:FutureWarning")
+@pytest.mark.parametrize("computed", [nn.utils.weight_norm, pruned])
+def test_weights_that_hooks_compute_are_trained(
+    computed: Callable[[nn.Module], nn.Module],
+) -> None:
+    torch.manual_seed(0)
+    layers = (computed(nn.Conv1d(2, 4, 3)), nn.Tanh(), nn.Flatten(), computed(nn.Linear(16, 3)))
+    model, batch = nn.Sequential(*layers), batch_of(2, 6)
+    gradients = oracle_gradients(model, cross_entropy, batch)
+    clip = float(oracle_norms(gradients).mean())
+    bound = Clipper(clip, engine="bookkeeping").bind(model, cross_entropy)
+    found = bound.clip(batch, step=0).gradients
+    for name, g in oracle_clipped_sum(gradients, clip).items():
+        assert g.abs().max() > 0, name
+        torch.testing.assert_close(found[name], g)

@@ -183,8 +183,9 @@ def _passes(
         raise NotCaptured(
             f"layer {use.site.name!r} ({type(module).__name__}) is called without an input that "
             "has an example dimension, so per-example "
-            "gradients cannot be told apart; freeze its own parameters or pass it something with "
-            "an example dimension"
+            "gradients cannot be told apart; freeze its own parameters, pass it something with "
+            "an example dimension, or take one example at a time (engine='one-example', exact for "
+            "every layer)"
         )
 
     def together() -> Found | None:

@@ -80,6 +80,8 @@ def factors_of(use: Use, examples: int) -> Factors | None:
     if gradient is None or gradient.dim() == 0 or gradient.shape[0] != examples:
         return None
     inputs = tensors_among(use.args, use.kwargs)
+    if not inputs and examples > 1 and use.site.rule is None:
+        return None  # a table for all examples, which the fallback refuses, or gives one at a time
     x = next((x for x in inputs if x.dim() and x.shape[0] == examples), None)
     half = gradient.dtype in HALVES or (x is not None and x.dtype in HALVES)
     entries = gradient.numel() + (0 if x is None else x.numel())

@@ -46,9 +46,12 @@ def rule_for(module: nn.Module) -> Rule | None:
     """The rule of a module's exact type; subclasses may change the forward pass and so go through
     the fallback.
 
-    A parameter that is recomputed from others (``torch.nn.utils.parametrize``) has no rule either.
+    A parameter that is recomputed from others (``torch.nn.utils.parametrize``) has no rule either;
+    of older ways (``weight_norm``, ``prune``) a plain tensor stands in its place.
     """
     if getattr(module, "parametrizations", None):
+        return None
+    if any(isinstance(vars(module).get(name), Tensor) for name in ("weight", "bias")):
         return None
     kind = plain_type(module)
     if kind is nn.modules.linear.NonDynamicallyQuantizableLinear:
