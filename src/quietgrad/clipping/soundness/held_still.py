@@ -14,7 +14,6 @@ import functools
 import random
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -249,25 +248,12 @@ def _seed_torch(seed: int, devices: list[int]) -> None:
         torch.cuda.default_generators[index].manual_seed(seed)
 
 
-@dataclass
-class NotedSeeds:
-    """Of Python's and numpy's own generators.
-
-    Attributes:
-        given: what they were seeded with.
-        stood: where both stood before each time, and after it.
-    """
-
-    given: set[str] = field(default_factory=set)
-    stood: list[tuple[Any, ...]] = field(default_factory=list)
-
-
 @contextlib.contextmanager
-def noting_seeds() -> Iterator[NotedSeeds]:
+def noting_seeds() -> Iterator[set[str]]:
     """What Python's and numpy's own generators are seeded with inside, other than by ``seeded``;
     torch's say it themselves.
     """
-    noted = NotedSeeds()
+    noted: set[str] = set()
     ours = [(seed,) for seed in OURS]
     with contextlib.ExitStack() as stack:
         numpy = sys.modules.get("numpy")
@@ -275,13 +261,9 @@ def noting_seeds() -> Iterator[NotedSeeds]:
             right = module.seed
 
             def note(*args: Any, _right: Any = right, **kwargs: Any) -> Any:
-                if args[:1] in ours:
-                    return _right(*args, **kwargs)
-                noted.given.add(repr((args, kwargs)))
-                noted.stood.append(others_stand())
-                made = _right(*args, **kwargs)
-                noted.stood.append(others_stand())
-                return made
+                if args[:1] not in ours:
+                    noted.add(repr((args, kwargs)))
+                return _right(*args, **kwargs)
 
             module.seed = note
             stack.callback(setattr, module, "seed", right)

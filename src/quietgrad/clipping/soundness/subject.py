@@ -128,6 +128,7 @@ class Subject:
                 losses = self.per_example_loss(self.model, batch)
             self._note_precision(watch)
             self._note_seeds()
+            self.others_stand = others_stand()
         require_per_example(losses, batch_size_of(batch))
         return losses.detach()
 
@@ -136,7 +137,6 @@ class Subject:
         self.half = self.half or is_coarse(forward.roundoff)
 
     def _note_seeds(self) -> None:
-        self.others_stand = others_stand()
         self.seeds.add(torch.default_generator.initial_seed())
         self.seeds |= {torch.cuda.default_generators[i].initial_seed() for i in self.devices}
 

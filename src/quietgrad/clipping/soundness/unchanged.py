@@ -1,5 +1,5 @@
 """A model's parameters and buffers stay as they are while private records go through it, and so do
-modes and what is trained.
+its layers, their modes and what is trained.
 
 What a forward pass writes into a buffer (running statistics, a cache filled from the batch) leaves
 the run without noise: ``state_dict`` holds it. It also reaches later records' losses. Each clipping
@@ -53,6 +53,11 @@ class Watch:
             self._copies[key] = t.detach().clone()
         self._bits = _bits_of(self._parameters) if thorough else {}
         self._modes = {module: module.training for module in modules_of(model)}
+        self._layers = [
+            (path, module, dict(module._modules))
+            for path, module in named_modules_of(model)
+            if module._modules
+        ]
         self._trained = {key: t.requires_grad for key, t in self._parameters.items()}
 
     def changed(self) -> tuple[list[str], list[str]]:
@@ -84,6 +89,19 @@ class Watch:
             if parameter.requires_grad != self._trained[key]:
                 found = found or f"parameter {_dotted(key)!r}"
                 parameter.requires_grad_(self._trained[key])
+        return found
+
+    def exchanged(self) -> str | None:
+        """A layer in whose place another one stands now, or none; all are where they were
+        afterwards. What came beside them is not looked at: modules are also made when they are
+        first needed.
+        """
+        found = None
+        for path, module, layers in self._layers:
+            for local, layer in layers.items():
+                if module._modules.get(local) is not layer:
+                    found = found or _dotted((path, local))
+                    module._modules[local] = layer
         return found
 
     def _is_same(self, key: tuple[str, str], now: Tensor | None) -> bool:
@@ -133,9 +151,20 @@ def unchanged(model: nn.Module, thorough: bool = False) -> Iterator[None]:
     try:
         yield
     except BaseException:
+        watch.exchanged()
         watch.put_back()
         watch.switched()
         raise
+    exchanged = watch.exchanged()
+    if exchanged is not None:
+        watch.put_back()
+        raise StateChanged(
+            f"layer {exchanged!r} is exchanged for another one, or taken away, while the loss is "
+            "computed, and would stay so for other records: what is there would follow from the "
+            "records that came before (BigBird does so at its first short text); it was put back, "
+            "but what the model notes beside it was not: load the model again, and choose its "
+            "layers before the run (attention_type='original_full')"
+        )
     switched = watch.switched()
     if switched is not None:
         watch.put_back()

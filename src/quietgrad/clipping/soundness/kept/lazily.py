@@ -142,7 +142,7 @@ def _after(
     # something too.
     with unchanged(subject.model, thorough=True), noting_seeds() as noted:
         subject.plain_prints(first)
-    seeds = frozenset(subject.seeds | still.seeds), frozenset(noted.given)
+    seeds = frozenset(subject.seeds | still.seeds), frozenset(noted)
     left = contents(subject.model, subject.per_example_loss)
     passes = _Passes.of(then, subject)
     fixed = before.put_back()

@@ -10,13 +10,7 @@ hold randomness still see nothing of it.
 from __future__ import annotations
 
 from quietgrad.clipping.soundness.company.differences import Mixes
-from quietgrad.clipping.soundness.held_still import (
-    OURS,
-    CommonRandomness,
-    noting_seeds,
-    others_stand,
-    seeded,
-)
+from quietgrad.clipping.soundness.held_still import OURS, CommonRandomness, noting_seeds
 from quietgrad.clipping.soundness.kept.snapshot import Snapshot
 from quietgrad.clipping.soundness.records import take
 from quietgrad.clipping.soundness.subject import Subject
@@ -51,7 +45,7 @@ def require_draws_of_the_run(
     before.put_back()
     if moved:
         raise Mixes(_OWN.format(f"{moved[0]}, a generator of its own"))
-    if noted.given - {AFRESH} and not _are_shared(subject, one, before):
+    if noted - {AFRESH}:
         raise Mixes(_OWN.format("numpy's or Python's generator, which is seeded inside"))
     if not alone:
         return
@@ -76,27 +70,6 @@ def require_draws_still_of_the_run(subject: Subject, one: Batch) -> None:
             require_draws_of_the_run(subject, one, still, before)
         finally:
             before.put_back()
-
-
-def _are_shared(subject: Subject, one: Batch, before: Snapshot) -> bool:
-    """Whether Python's and numpy's numbers, seeded inside, are as many for two records as for one,
-    so that all share them (BigBird draws which blocks meet); passes that compare records meet them
-    as they are. Nothing is drawn before the seed, so that no pass begins where another one ended.
-    """
-    walks = []
-    for rows in ([0], [0, 0]):
-        with noting_seeds() as noted:
-            try:
-                _forth_and_back(subject, take(one, rows))
-            except Exception:  # a model that takes one at a time
-                return False
-            finally:
-                before.put_back()
-        walks.append([*noted.stood, subject.others_stand])
-    with seeded(subject.devices):
-        begins = others_stand()
-    walk = walks[0]
-    return walk == walks[1] and walk[0] == begins and walk[-1] != walk[-2]
 
 
 def _forth_and_back(subject: Subject, records: Batch) -> None:
