@@ -121,3 +121,10 @@ def test_a_plan_with_less_noise_or_another_matrix_than_accounted_is_refused() ->
     ):
         with pytest.raises(ValueError, match=r"build plans with PrivacyConfig\.build"):
             replace(plan, noise=noise)
+
+
+def test_a_plan_of_more_steps_than_its_matrix_has_rows_is_refused() -> None:
+    plan = plan_of()
+    short = replace(plan.noise, mixing=mixing(PLAN_STEPS - 1, PLAN_BANDS))
+    with pytest.raises(ValueError, match=rf"{PLAN_STEPS - 1} rows for {PLAN_STEPS} steps"):
+        replace(plan, noise=short)
