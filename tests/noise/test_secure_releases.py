@@ -74,6 +74,9 @@ def test_the_noise_is_larger_by_what_rounding_costs() -> None:
         (GaussianNoise(SIGMA), SIGMA * CLIP),
     ):
         assert noise.update(clipped, lambda _: KEY, noise.init())[0].noise_std == stated
+    # An owner of some parameters says how many entries all have.
+    part, noise = ClippedSum({"w": torch.zeros(9)}, claim), GaussianNoise(SIGMA, source=SOURCE)
+    assert noise.update(part, lambda _: KEY, noise.init(), entries=10_000)[0].noise_std == std
 
 
 def test_only_contributions_that_count_as_c_at_least_are_rounded() -> None:
