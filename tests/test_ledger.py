@@ -19,7 +19,7 @@ from quietgrad import PrivacyConfig, PrivacyPlan
 from quietgrad.accounting import epsilon
 from quietgrad.clipping import ClippedSum
 from quietgrad.events import PoissonGaussian, RandomizedClipping
-from quietgrad.ledger import LedgerWriter, SessionStart, read_ledger
+from quietgrad.ledger import LedgerContents, LedgerWriter, SessionStart, read_ledger
 from quietgrad.ledger.chain import SLOT, START, count_path, create_count, encoded
 from quietgrad.ledger.records import (
     Mechanism,
@@ -244,6 +244,23 @@ def test_release_before_any_mechanism_is_refused(path: Path) -> None:
         read_ledger(path)
 
 
+@pytest.mark.parametrize(
+    "record", [Release(0), Release(2), NoiseBlock(0, "0" * 64), NoiseBlock(2, "0" * 64)]
+)
+def test_a_line_of_another_step_than_comes_next_is_refused(
+    record: Release | NoiseBlock, path: Path
+) -> None:
+    create_count(count_path(path))
+    with LedgerWriter(path) as writer:
+        writer.mechanism(EVENT)
+        writer.release(0)
+    lines = path.read_bytes().splitlines()
+    chain = json.loads(lines[-1])["chain"]
+    path.write_bytes(path.read_bytes() + encoded(len(lines) + 1, record, chain)[0])
+    with pytest.raises(ValueError, match=rf"it is of step {record.step}, and 1 releases come"):
+        read_ledger(path)
+
+
 def test_a_ledger_of_another_version_is_refused(path: Path) -> None:
     path.write_text('{"type": "mechanism", "format": 1}\n{"type": "release", "step": 0}\n')
     with pytest.raises(ValueError, match="lacks its count file"):
@@ -407,6 +424,17 @@ def test_records_read_back() -> None:
     ]
     for record in every:
         assert record_from_json(json.loads(json.dumps(record.to_json()))) == record
+
+
+def test_sessions_say_who_made_which_releases_and_whether_a_seed_did() -> None:
+    starts = [(0, "a", "entropy"), (3, "b", "seed"), (3, "c", "entropy"), (7, "d", "entropy")]
+    sessions = tuple(SessionStart(step, name, "", source) for step, name, source in starts)
+    some = LedgerContents(sessions=sessions)
+    assert [some.makers(n) for n in (0, 3, 4, 7, 8)] == [
+        (), ("a",), ("a", "c"), ("a", "c"), ("a", "c", "d")
+    ]  # fmt: skip
+    assert some.seeded  # one of them is enough
+    assert not LedgerContents(sessions=(sessions[0], *sessions[2:])).seeded
 
 
 def test_nothing_released_is_no_event(path: Path) -> None:

@@ -77,6 +77,22 @@ def test_both_are_off_unless_asked_for() -> None:
     assert made[0].beside == {}
 
 
+@pytest.mark.parametrize("past_the_counter", [False, True])
+def test_a_number_beside_that_was_changed_after_clipping_is_not_released(
+    past_the_counter: bool,
+) -> None:
+    # Before its noise a record may add 1 to it at most: a hundred times that is no bound.
+    with CONFIG.build(RECORDS).start() as run:
+        count = len(next(run.batches()))
+        gradients = torch.ones(count, 3)
+        clipped = run.contribution({"w": gradients}, count, torch.ones(count))
+        side = clipped.private.beside[LOSS.name]
+        (side.data if past_the_counter else side).mul_(100)
+        with pytest.raises(RuntimeError, match="changed after it was clipped"):
+            run.release(clipped)
+        assert run.released == 0
+
+
 def test_the_target_covers_both_and_the_gradients_pay_half_a_per_cent_each() -> None:
     plan = CONFIG.build(RECORDS)
     assert 1.99 < plan.epsilon <= 2.0

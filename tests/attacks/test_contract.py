@@ -17,7 +17,9 @@ import torch
 
 from attacks.contract import RECORDS, at, data, loss, model_of, opened, plan_of
 from quietgrad.clipping import ClippedSum, Clipper, clipped_gradients
+from quietgrad.events import RandomizedClipping, SensitivityClaim
 from quietgrad.plan import PrivateRun
+from quietgrad.plan.contribution import clip_given
 from quietgrad.plan.open_batch import OpenBatch
 
 # The sum of the wrong records
@@ -311,3 +313,15 @@ def test_another_clipper_than_the_plans_releases_nothing(clipper: Clipper) -> No
     with pytest.raises(ValueError, match="but the plan accounts for"):
         private.release(clipped)
     assert private.released == 0
+
+
+def test_exact_norms_are_none_of_a_law_that_lies_below_them() -> None:
+    # The "hutch" envelope is of sums of sketches: a record may count for less than C there.
+    gradients = {"w": torch.ones(3)}
+    for envelope, rank in (("hutch", 100), ("mixed", None), ("convex", None)):
+        claim = SensitivityClaim(1.0, RandomizedClipping(32, envelope, rank))
+        if envelope == "hutch":
+            with pytest.raises(ValueError, match="holds for sketched norms alone"):
+                clip_given(gradients, None, claim, (), None)
+        else:
+            assert float(clip_given(gradients, None, claim, (), None).gradients["w"].norm()) <= 1

@@ -164,6 +164,18 @@ quiet_fork = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:Deprecati
 
 @forks
 @quiet_fork
+def test_a_fork_that_got_the_number_of_its_parent_is_another_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    number = os.getpid()
+    monkeypatch.setattr(os, "getpid", lambda: number)  # numbers come round again
+    private, _ = opened()
+    assert as_child(private.keep_noise).startswith("RuntimeError: this run was started in another")
+    private.keep_noise()
+
+
+@forks
+@quiet_fork
 def test_a_fork_of_a_run_draws_nothing(tmp_path: Path) -> None:
     # The difference of the parent's and the child's release was the data, exactly.
     with plan_of().start(tmp_path / "ledger.jsonl") as private:

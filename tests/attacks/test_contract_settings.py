@@ -18,6 +18,7 @@ import torch
 from attacks.contract import RECORDS, at, loss, model_of, opened, plan_of
 from quietgrad import PrivacyConfig
 from quietgrad.accounting.rounding import round_up, round_up_to
+from quietgrad.ledger.chain import count_path
 from quietgrad.plan.seeds import require_secret_seed
 
 # Settings that contradict each other
@@ -212,6 +213,26 @@ def test_two_starts_with_one_seed_are_refused() -> None:
         with pytest.raises(ValueError, match="this seed has started a run already"):
             plan_of(**other).start()
     plan_of(seed=secrets.token_hex(16)).start()
+
+
+def test_an_older_copy_of_its_ledger_does_not_go_on_with_a_seed(tmp_path: Path) -> None:
+    # The releases that the copy does not know of would be drawn for once more.
+    seed, ledger = secrets.token_hex(16), tmp_path / "ledger.jsonl"
+    counts, model = count_path(ledger), model_of()
+    with plan_of(seed=seed).start(ledger) as private:
+        for step, indices in enumerate(private.batches(3)):
+            private.backward(model, loss, at(indices))
+            if step == 1:
+                older = ledger.read_bytes(), counts.read_bytes()
+    newest = ledger.read_bytes(), counts.read_bytes()
+    ledger.write_bytes(older[0])
+    counts.write_bytes(older[1])
+    with pytest.raises(ValueError, match="fewer releases than were made with this seed"):
+        plan_of(seed=seed).start(ledger)
+    ledger.write_bytes(newest[0])
+    counts.write_bytes(newest[1])
+    with plan_of(seed=seed).start(ledger) as private:
+        assert private.released == 3
 
 
 def test_a_seeds_run_goes_on_with_its_own_ledger_only(tmp_path: Path) -> None:

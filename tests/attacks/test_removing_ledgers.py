@@ -56,6 +56,15 @@ def test_a_ledger_with_a_release_stays(tmp_path: Path) -> None:
     assert scan(files.ledger).contents.releases == 1
 
 
+def test_a_ledger_that_says_that_privacy_was_given_up_stays(tmp_path: Path) -> None:
+    # No release is counted, and sums without noise may have been looked at.
+    files = RunDir(tmp_path)
+    with PLAN.start(files.ledger) as run:
+        run.give_up_privacy("made-up numbers")
+    remove_unreleased(files)
+    assert scan(files.ledger).contents.not_private == "made-up numbers"
+
+
 def test_a_ledger_that_another_run_has_opened_stays(tmp_path: Path) -> None:
     # Before: it was removed under the run that went on with it; where that had looked at its path
     # already, what it released next was counted in a file that nobody would find again.

@@ -18,6 +18,7 @@ from quietgrad.auditing import (
     lower_bound_gaussian,
     lower_bound_trade_off,
 )
+from quietgrad.auditing.bounds import errors as bounds
 from quietgrad.auditing.bounds.errors import gaussian_epsilon, lower_rate, upper_rate
 from quietgrad.events import PoissonGaussian
 
@@ -126,3 +127,17 @@ def test_impossible_counts_are_refused(counts: tuple[int, int, int, int], messag
 def test_a_confidence_outside_zero_and_one_is_refused(confidence: float) -> None:
     with pytest.raises(ValueError, match="confidence"):
         lower_bound_gaussian(ErrorCounts(1, 5, 1, 5), 1e-5, confidence)
+
+
+@pytest.mark.parametrize("limit", [0.4, 0.99, 1.0, 1.3, 2.9])
+def test_the_epsilon_is_that_of_a_noise_multiplier_which_is_refuted(
+    limit: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The search ends between one that is refuted and one that is not: more noise, less epsilon.
+    monkeypatch.setattr(
+        bounds, "trade_off", lambda event, *_: [float(event.noise_multiplier > limit)]
+    )
+    monkeypatch.setattr(bounds, "epsilon", lambda event, delta: event.noise_multiplier)
+    counts = bounds.ErrorCounts(10, 1000, 10, 1000)
+    found = bounds.lower_bound_trade_off(counts, PoissonGaussian(1.0, 0.1, 10), 1e-5)
+    assert limit < found <= limit * 1.006

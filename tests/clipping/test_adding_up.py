@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from quietgrad.clipping import Clipper
-from quietgrad.clipping.engines.summing import RUN, Summing, Total
+from quietgrad.clipping.engines.summing import RUN, Summing, Total, summing_of
 from quietgrad.clipping.engines.work import Engine
 from quietgrad.clipping.norms.factors import (
     ConvolutionFactors,
@@ -123,3 +123,21 @@ def test_weighted_sums_of_many_examples_round_as_those_of_few(name: str) -> None
     assert added is before
     torch.testing.assert_close(found.double(), right, rtol=MOST, atol=0.0)
     torch.testing.assert_close(added.double(), right + 1.0, rtol=MOST, atol=0.0)
+
+
+def test_numbers_beside_add_up_alike_in_any_order() -> None:
+    # Else the last bit would say in which micro-batches, or on which ranks, the records were.
+    summing = summing_of(0.3, 64)
+    given = torch.rand(40, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    brought = torch.stack([summing.beside({"a": t.clone()})["a"] for t in given])
+    assert bool((brought / summing.side_unit % 1 == 0).all())
+    assert float((brought - given).abs().max()) <= summing.side_unit / 2
+
+    def added(order: list[int]) -> float:
+        total = torch.zeros((), dtype=torch.float64)
+        for i in order:
+            total = total + brought[i]
+        return float(total)
+
+    forward = list(range(40))
+    assert added(forward) == added(forward[::-1]) == added(forward[1::2] + forward[::2])

@@ -153,6 +153,19 @@ def test_a_factorisation_that_is_wrong_is_noticed(wrong, monkeypatch) -> None:
         assert torch.all(measured.slack >= 0.02 * measured.squared)
 
 
+def test_what_the_second_product_of_the_tail_loses_is_in_the_margin(monkeypatch) -> None:
+    g, a = factors("full")
+
+    def margin(share: float) -> Tensor:
+        monkeypatch.setattr(hutch_plus_plus, "_thin_error", lambda *_: share)
+        uses = [DenseFactors(g, a)]
+        return hutch_plus_plus_norms(uses, "w", 8, Projections(KEY), torch.float32).margin
+
+    norm = (g.double().mT @ a.double()).flatten(1).norm(dim=1)
+    more = margin(1.0) - margin(0.0)  # as much as the sketch is long, about the norm
+    assert torch.all(more >= norm / 3) and torch.all(more <= norm * 3)
+
+
 def test_a_basis_of_everything_leaves_nothing_to_estimate() -> None:
     g, a = factors("full")
     uses = [DenseFactors(g, a)]

@@ -174,6 +174,9 @@ def test_the_share_is_the_regression_on_the_average() -> None:
         slope, abs=5 * float(release.std() / average.std()) / np.sqrt(200_000)
     )
     assert abs(slope) > 0.1
+    # A row says how draws are mixed, and the level how large they are: rows may have any length.
+    louder = level.share_in(3 * float(np.linalg.norm(mixing[4])), 7 * mixing[4])
+    assert louder == pytest.approx(3 * share)
     assert MomentNoise(variance=1.0).share_in(1.0, None) == 0.0
 
 

@@ -108,3 +108,10 @@ def test_without_the_look_one_record_moves_all_others(
     one, other = (clipped(change, shift) for shift in (0.0, 1000.0))
     moved = sum(float((g - other[name]).square().sum()) for name, g in one.items()) ** 0.5
     assert moved > 3 * C  # 2 C are the record's own
+
+
+def test_a_micro_batch_is_taken_once() -> None:
+    micro = batches.MicroBatch((torch.ones(2, 3),), True, 0, object())
+    micro.take()
+    with pytest.raises(RuntimeError, match="was clipped already"):
+        micro.take()

@@ -32,6 +32,16 @@ def test_columns_longer_than_one_are_refused() -> None:
     GaussianNoise(SIGMA, BandedLower(0.9 * mixing().columns))  # shorter ones only mean more noise
 
 
+@pytest.mark.parametrize("where", [(0, 0), (3, 2), (STEPS - 1, 0)])
+def test_a_matrix_with_another_entry_has_another_name(where: tuple[int, int]) -> None:
+    # By its name alone a resume knows whether earlier rows are rows of the matrix that goes on.
+    changed = mixing().columns.copy()
+    changed[where] *= 0.5
+    one, other = (GaussianNoise(SIGMA, BandedLower(c)) for c in (mixing().columns, changed))
+    assert one.digest != other.digest
+    assert one.digest == GaussianNoise(SIGMA, BandedLower(mixing().columns.copy())).digest
+
+
 @pytest.mark.parametrize("value", [0.0, -0.5])
 def test_a_diagonal_that_is_not_positive_is_refused(value: float) -> None:
     columns = mixing().columns.copy()
@@ -111,3 +121,10 @@ def test_a_plan_with_less_noise_or_another_matrix_than_accounted_is_refused() ->
     ):
         with pytest.raises(ValueError, match=r"build plans with PrivacyConfig\.build"):
             replace(plan, noise=noise)
+
+
+def test_a_plan_of_more_steps_than_its_matrix_has_rows_is_refused() -> None:
+    plan = plan_of()
+    short = replace(plan.noise, mixing=mixing(PLAN_STEPS - 1, PLAN_BANDS))
+    with pytest.raises(ValueError, match=rf"{PLAN_STEPS - 1} rows for {PLAN_STEPS} steps"):
+        replace(plan, noise=short)

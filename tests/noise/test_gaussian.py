@@ -26,12 +26,14 @@ from torch import nn
 
 from quietgrad import PrivacyConfig
 from quietgrad.clipping import ClippedSum, Performance
-from quietgrad.noise import GaussianNoise, NoiseHistory, NoisySum
+from quietgrad.noise import GaussianNoise, NoiseHistory, NoisySum, shards
 from quietgrad.noise.sources import keyed
-from quietgrad.noise.sources.stretch import Stretch
+from quietgrad.noise.sources.of_stretches import OfStretches
+from quietgrad.noise.sources.stretch import Columns, Stretch
 from quietgrad.plan import PrivateRun
 from quietgrad.randomness import RandomKey
 from quietgrad.sampling import PoissonSampler
+from quietgrad.tensors import Block
 
 FALSE_ALARM = 1e-8
 SIGMA, CLIP = 1.7, 0.3
@@ -400,3 +402,38 @@ def test_an_expected_batch_size_that_nothing_can_be_divided_by_is_refused(diviso
 def test_noise_multiplier_must_be_positive(sigma) -> None:
     with pytest.raises(ValueError, match="noise_multiplier"):
         GaussianNoise(sigma)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_parts_of_a_parameter_have_what_the_whole_has_there(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keyed, "BLOCK", 16)  # parts begin and end within blocks
+    key = RandomKey.from_seed(3)
+
+    def part(rows: int, columns: int, place: Stretch | Columns) -> torch.Tensor:
+        source = OfStretches(keyed.KeyedSource(), {"w": place})
+        return source.normal(torch.zeros(rows, columns, dtype=dtype), key, 2, "w")
+
+    whole = keyed.normal(torch.zeros(9, 8, dtype=dtype), key, 2, "w")
+    if dtype is not torch.bfloat16:
+        assert len(whole.unique()) == 72  # no block repeats another
+    assert torch.equal(part(4, 8, Stretch(24, 72)), whole[3:7])
+    assert torch.equal(part(9, 3, Columns(2, 5, 8, 72)), whole[:, 2:5])
+    assert torch.equal(part(4, 3, Columns(2, 5, 8, 72, first=3)), whole[3:7, 2:5])
+
+
+@pytest.mark.parametrize(
+    ("block", "place"),
+    [
+        (Block((3, 0), (4, 8)), Stretch(24, 72)),
+        (Block((0, 2), (9, 3)), Columns(2, 5, 8, 72)),
+        (Block((3, 2), (4, 3)), Columns(2, 5, 8, 72, first=3)),
+    ],
+)
+def test_a_shard_draws_at_its_own_place(
+    block: Block, place: Stretch | Columns, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shards, "block_of", lambda tensor: block)
+    monkeypatch.setattr(shards, "is_spread", lambda tensor: True)
+    assert shards.places_of({"w": torch.empty(9, 8)}) == {"w": place}

@@ -38,6 +38,8 @@ from quietgrad.noise import (
     SecureSource,
     mixing_matrix,
 )
+from quietgrad.noise.correlation.banded import BandedLower
+from quietgrad.noise.correlation.solver import unit_columns
 from quietgrad.noise.sources import grid as grids
 from quietgrad.noise.sources.grid import covered, noise_std, rounding_cost
 
@@ -65,12 +67,16 @@ def test_the_noise_is_larger_by_what_rounding_costs() -> None:
     assert std >= SIGMA * (CLIP + 2 * step * math.sqrt(10_000))
     assert std <= SIGMA * (CLIP + 2 * step * math.sqrt(10_000)) * (1 + 1e-12)
     assert noise_std(SIGMA, claim, 10_000, 1, 0.0) == SIGMA * CLIP
-    clipped = ClippedSum({"w": torch.zeros(100, 100)}, claim)
+    # Of all parameters together: a record moves them all.
+    clipped = ClippedSum({"w": torch.zeros(60, 100), "v": torch.zeros(4000)}, claim)
     for noise, stated in (
         (GaussianNoise(SIGMA, source=SOURCE), std),
         (GaussianNoise(SIGMA), SIGMA * CLIP),
     ):
         assert noise.update(clipped, lambda _: KEY, noise.init())[0].noise_std == stated
+    # An owner of some parameters says how many entries all have.
+    part, noise = ClippedSum({"w": torch.zeros(9)}, claim), GaussianNoise(SIGMA, source=SOURCE)
+    assert noise.update(part, lambda _: KEY, noise.init(), entries=10_000)[0].noise_std == std
 
 
 def test_only_contributions_that_count_as_c_at_least_are_rounded() -> None:
@@ -151,6 +157,13 @@ def test_a_release_covers_the_sum_with_noise_of_its_stated_size() -> None:
     assert torch.equal(
         clipped.gradients["b"], torch.full((50,), -2.0)
     )  # the sum itself is left as it was
+
+
+def test_sums_in_single_precision_are_brought_to_the_grid_in_double() -> None:
+    # A quotient in float32 would be off by up to 64 steps, where two are accounted for.
+    total = torch.rand(1000, generator=torch.Generator().manual_seed(0)) + 0.5
+    none = torch.zeros(1000, dtype=torch.float64)
+    assert torch.equal(covered(total, none, SIGMA * CLIP, SOURCE.grid), total)
 
 
 # Correlated rows on the grid.
@@ -294,6 +307,16 @@ def test_a_matrix_whose_rows_float64_cannot_hold_on_the_grid_is_refused(
     )  # as if rows were ten million times as large
     with pytest.raises(ValueError, match="float64 cannot keep its rows on the grid"):
         banded()
+
+
+def test_every_band_of_a_row_counts_whatever_its_sign() -> None:
+    # 660 times at the most, within what the mechanism takes: the sum of a row's bands as they are,
+    # which nearly cancels, or one rounding for all of them would let it through.
+    signs = np.sign(np.sin(np.arange(39) ** 2))
+    columns = unit_columns(np.tile(np.append(1.0, 0.5 * signs), (50, 1)))
+    with pytest.raises(ValueError, match="float64 cannot keep its rows on the grid"):
+        GaussianNoise(SIGMA, BandedLower(columns), source=SOURCE)
+    GaussianNoise(SIGMA, BandedLower(columns))
 
 
 # In a plan.

@@ -22,8 +22,9 @@ from scipy import stats
 from quietgrad import PrivacyConfig, PrivacyPlan
 from quietgrad.beside import AdaptiveClipping, TrainingLoss
 from quietgrad.clipping import ClippedSum
-from quietgrad.events import SensitivityClaim
-from quietgrad.noise import GaussianNoise, NoisySum
+from quietgrad.events import SensitivityClaim, SideRelease
+from quietgrad.noise import GaussianNoise, KeyedSource, NoisySum
+from quietgrad.noise.beside import cover_side_sums
 from quietgrad.noise.sources.grid import noise_std
 from quietgrad.randomness import RandomKey
 
@@ -189,3 +190,27 @@ def test_a_number_is_released_at_its_steps_alone() -> None:
     made, _ = released(config.build(20))
     assert [LOSS.name in noisy.beside for noisy in made] == [True, False, False] * 2 + [True]
     assert all(ADAPTIVE.name in noisy.beside for noisy in made)
+
+
+def test_each_number_of_each_step_is_covered_by_a_draw_of_its_own() -> None:
+    # Without any statistics: one name or one step for two draws would be the same number.
+    key, sides = RandomKey.from_seed(7), (SideRelease("a", 2.0), SideRelease("b", 2.0))
+    drawn = [
+        number
+        for step in (0, 1)
+        for number in cover_side_sums({}, sides, KeyedSource(), key, step).values()
+    ]
+    gradient = ClippedSum({"w": torch.zeros(1, dtype=torch.float64)}, SensitivityClaim(2.0))
+    noise = GaussianNoise(1.0)
+    drawn.append(float(noise.update(gradient, lambda _: key, noise.init())[0].gradients["w"]))
+    assert len(set(drawn)) == 5 and 0.0 not in drawn
+
+
+def test_sums_beside_are_covered_in_float64_and_due_ones_alone() -> None:
+    key, sides = RandomKey.from_seed(7), (SideRelease("a", 2.0), SideRelease("b", 2.0, every=2))
+    none = cover_side_sums({}, sides, KeyedSource(), key, 1)
+    assert set(none) == {"a"}  # without records too: which batches are empty is private
+    sums = {name: torch.tensor(2.0**30 + 1, dtype=torch.float64) for name in ("a", "b")}
+    some = cover_side_sums(sums, sides, KeyedSource(), key, 1)
+    assert set(some) == {"a"}
+    assert some["a"] - none["a"] == pytest.approx(2**30 + 1, abs=1e-6)

@@ -64,6 +64,14 @@ def test_a_fixed_choice_is_the_same_in_every_step_and_session_and_a_fresh_one_is
     assert by_step != [tuple(fresh.drawn(np.array([0]), other, s).records) for s in range(30)]
 
 
+def test_a_fixed_choice_is_not_that_of_the_first_records() -> None:
+    # What comes first in a table is often the oldest, or the largest.
+    users = UserRecords.of([f"user {i % 8}" for i in range(320)], 5)
+    chosen = [users.drawn(np.array([user]), KEY, 0).records // 8 for user in range(8)]
+    assert len({tuple(places) for places in chosen}) == 8
+    assert sum(int(places.max()) >= 20 for places in chosen) >= 6
+
+
 def test_a_fresh_choice_is_uniform() -> None:
     """600 draws of 2 among 6: a right one is 5.3 deviations off with probability 1e-7 a record, six
     records; one that always takes the first is refused.

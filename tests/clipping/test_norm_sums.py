@@ -1,0 +1,132 @@
+"""Bounds of norms whose parts are known: what is added in squares, what is not, and which of them
+decides.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from quietgrad.clipping.norms.rounding import (
+    APART,
+    LARGEST_NORM,
+    OF_TERMS,
+    SHARE,
+    SMALLEST_NORMAL,
+    Measured,
+    Norms,
+    NormSums,
+)
+
+
+def column(*values: float) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def of_two(entries: tuple[int, int] = (6, 3)) -> tuple[Measured, Measured, tuple[int, int]]:
+    one = Measured(column(9.0), column(3.0), column(3.0), column(0.3), column(0.5))
+    two = Measured(column(16.0), column(8.0), column(4.0), column(0.4), column(1.2))
+    return one, two, entries
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+def test_parameters_are_orthogonal_and_every_part_of_the_bound_counts(at_once: bool) -> None:
+    one, two, entries = of_two()
+    sums = NormSums.empty(1, 1, torch.device("cpu"))
+    if at_once:
+        pairs = zip(vars(one).values(), vars(two).values(), strict=True)
+        sums.add_several([0, 0], Measured(*map(torch.cat, pairs)), entries)
+    else:
+        sums.add(0, one, entries[0])
+        sums.add(0, two, entries[1])
+    floor = math.sqrt(9 * SMALLEST_NORMAL)
+    found = sums.norms()
+    assert float(found.estimate) == 5.0
+    assert float(found.certified) == pytest.approx(6.0 + 5.0 + floor, rel=1e-15)
+    assert float(found.own) == pytest.approx(5.0 * (1 + SHARE) + floor, rel=1e-15)
+    assert float(found.least) == pytest.approx(0.5, rel=1e-15) and found.single is None
+    coarse = sums.norms(least_times=600.0)
+    assert float(coarse.least) == pytest.approx(max(600 * 0.5, 600 * OF_TERMS * 1.3))
+    assert coarse.single is not None and float(coarse.single) == pytest.approx(0.5)
+
+
+def test_of_terms_that_know_nothing_of_each_other_the_root_may_decide() -> None:
+    sums = NormSums.empty(1, 1, torch.device("cpu"))
+    sums.add(0, Measured(column(9.0), column(0.0), column(0.0), column(1e-6), column(2.0)), 4)
+    assert float(sums.norms(least_times=600.0).least) == pytest.approx(600 * OF_TERMS * 2.0)
+
+
+def test_where_squares_may_have_vanished_the_floor_is_left() -> None:
+    sums = NormSums.empty(1, 1, torch.device("cpu"))
+    sums.add(0, Measured(column(0.0), column(0.0), column(0.0)), 10**6)
+    assert float(sums.norms().certified) == float(sums.norms().own) >= 1e3 * 2.0**-63
+
+
+def test_far_out_norms_grow_and_then_are_none() -> None:
+    def own(norm: float) -> float:
+        sums = NormSums.empty(1, 1, torch.device("cpu"))
+        sums.add(0, Measured(column(norm**2), column(0.0), column(0.0)), 1)
+        return float(sums.norms().own)
+
+    assert own(2.0**50) == pytest.approx(2.0**50 * (1 + SHARE))
+    assert own(2.0**62) >= 2.0**32 * 2.0**62
+    assert own(2 * LARGEST_NORM) == math.inf
+
+
+def norms(
+    estimate: float = 10.0,
+    certified: float | None = None,
+    least: float = 0.0,
+    single: float | None = None,
+) -> Norms:
+    def each(value: float) -> Tensor:
+        return column(value).unsqueeze(0)
+
+    return Norms(
+        each(estimate),
+        each(estimate * (1 + SHARE)),
+        each(estimate if certified is None else certified),
+        each(least),
+        None if single is None else each(single),
+    )
+
+
+LIMITS = column(1.0)
+
+
+def test_doubt_begins_where_a_bound_is_above_what_divides() -> None:
+    def doubtful(some: Norms) -> bool:
+        return bool(some.doubtful(LIMITS, 0.0))
+
+    assert not doubtful(norms())
+    assert doubtful(norms(certified=10.0 * (1 + 2 * SHARE)))  # more than the share
+    assert not doubtful(norms(0.1, certified=0.9 * APART))  # not shortened in any case
+    assert doubtful(norms(0.1, certified=0.1 + 1.1 * APART))  # but rounded by more than it may be
+    assert doubtful(norms(least=11.0)) and not doubtful(norms(least=9.0))
+    assert doubtful(norms(least=30.0, single=11.0))
+    assert not doubtful(norms(least=30.0, single=9.0))  # half precision alone decides
+    assert doubtful(norms(math.inf))
+
+
+def test_doubt_about_one_group_is_doubt_about_the_example() -> None:
+    one, two = norms(), norms(certified=20.0)
+    both = (torch.cat([a, b]) for a, b in zip(fields(one), fields(two), strict=True))
+    assert bool(Norms(*both).doubtful(column(1.0, 1.0), 0.0))
+    both = (torch.cat([a, b]) for a, b in zip(fields(one), fields(two), strict=True))
+    assert bool(Norms(*both).apart(column(1.0, 1.0).unsqueeze(1), column(1.0, 1.0)))
+
+
+def fields(some: Norms) -> tuple[Tensor, ...]:
+    return some.estimate, some.own, some.certified, some.least
+
+
+def test_what_divides_is_the_largest_of_all_that_is_known() -> None:
+    assert float(norms(least=11.0).enlarged) == 11.0
+    assert float(norms(least=2.0).above(column(12.0).unsqueeze(0)).enlarged) == 12.0
+    assert float(norms(least=12.0).above(column(2.0).unsqueeze(0)).enlarged) == 12.0
+    assert float(norms(certified=15.0, least=11.0).divisors()) == 15.0
+    assert float(norms(certified=15.0, least=16.0).divisors()) == 16.0
+    assert float(norms().divisors()) == 10.0 * (1 + SHARE)
