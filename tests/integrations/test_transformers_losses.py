@@ -245,3 +245,15 @@ def test_what_adapters_add_to_a_batchs_loss_is_not_left_out_unsaid(tmp_path: Pat
     assert not (tmp_path / "run").exists()
     trainer(tmp_path / "run", model=adapted(0.0))
     trainer(tmp_path / "run", model=adapted(0.5), per_example_loss=bert_loss)
+
+
+@pytest.mark.parametrize("problem", ["regression", "multi_label_classification", None])
+def test_labels_of_another_kind_than_the_models_are_told_how_to_be(
+    problem: str | None, tmp_path: Path
+) -> None:
+    model: Any = classifier()
+    model.config.problem_type = problem
+    data = [one | {"labels": float(one["labels"])} for one in records()]
+    with pytest.raises(ValueError, match=r"num_labels=2 and labels of type float.*whole numbers"):
+        trainer(tmp_path / "run", model=model, train_dataset=data).train()
+    assert not (tmp_path / "run" / "ledger.jsonl").exists()

@@ -209,6 +209,13 @@ def _record_class(bare: Any, outputs: Any, batch: Batch, smoothing: float) -> Te
             f"label_smoothing_factor={smoothing} smooths classes, and these labels are {problem}; "
             "set it 0"
         )
+    if wanted.numel() != logits.numel():  # torch's own error says how many records there are
+        raise ValueError(
+            f"config.problem_type={bare.config.problem_type!r} with num_labels="
+            f"{bare.config.num_labels} and labels of type {str(wanted.dtype)[6:]} is {problem}, "
+            "which takes as many numbers a record as there are labels; give whole numbers for "
+            "classes, a list of numbers a record, or num_labels=1 for one number"
+        )
     wanted = wanted.to(logits.dtype).view(logits.shape)
     if problem == "regression":
         return F.mse_loss(logits, wanted, reduction="none").mean(1)
