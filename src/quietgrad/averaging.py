@@ -10,6 +10,7 @@ De et al. 2022 for exponential ones with this warm-up under DP-SGD).
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,6 +20,18 @@ from torch import Tensor, nn
 from quietgrad.tensors import is_spread, local_of, spread_like, trainable_parameters
 
 __all__ = ["ExponentialAverage"]
+
+_ALIVE: weakref.WeakSet[ExponentialAverage] = weakref.WeakSet()
+
+
+def averages_in_memory() -> Iterator[tuple[Tensor, Tensor]]:
+    """Parameters, and the averages of what they held: what a private run trained is in both. None
+    of shards.
+    """
+    for one in list(_ALIVE):
+        for name, parameter in one._parameters.items():
+            if not is_spread(parameter):
+                yield parameter, one._averages[name]
 
 
 class ExponentialAverage:
@@ -46,6 +59,7 @@ class ExponentialAverage:
             raise ValueError("model has no trainable parameters, so there is nothing to average")
         with torch.no_grad():
             self._averages = {n: _wide(local_of(p)).clone() for n, p in self._parameters.items()}
+        _ALIVE.add(self)
 
     @torch.no_grad()
     def update(self) -> None:

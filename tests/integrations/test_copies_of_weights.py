@@ -27,6 +27,7 @@ from torch.utils.data import DataLoader
 
 from quietgrad import PrivacyConfig
 from quietgrad.accounting import epsilon
+from quietgrad.averaging import ExponentialAverage
 from quietgrad.checks import SettingsWarning
 from quietgrad.events import PoissonGaussian
 from quietgrad.integrations.opacus import PrivacyEngine
@@ -84,6 +85,27 @@ def of_a_part() -> nn.Module:
     return nn.Sequential(copy.deepcopy(first), nn.Tanh(), nn.Linear(first.out_features, 2))
 
 
+def averaged(kept: bool = True) -> nn.Module:
+    """New weights, of an average's state that was read into theirs."""
+    x, y = tensors().tensors
+    model = Small().net
+    optimizer, average = torch.optim.SGD(model.parameters(), lr=0.1), ExponentialAverage(model)
+    with OWN.build(len(x)).start() as run:
+        for indices in run.batches():
+            run.backward(model, loss, (x[indices], y[indices]))
+            optimizer.step()
+            average.update()
+    state = copy.deepcopy(average.state_dict())
+    if not kept:
+        del model, average, optimizer
+        gc.collect()
+    other = Small().net
+    copied = ExponentialAverage(other)
+    copied.load_state_dict(state)
+    copied.write()
+    return other
+
+
 COPIES: dict[str, Callable[[], nn.Module]] = {
     "deep": lambda: copy.deepcopy(trained(Small().net)),
     "by its state": lambda: loaded(trained(Small().net).state_dict()),
@@ -91,6 +113,8 @@ COPIES: dict[str, Callable[[], nn.Module]] = {
     "by a file": by_file,
     "within the run": lambda: trained(Small().net, copied_at=2),
     "a part": of_a_part,
+    "an average": averaged,
+    "an average of what is gone": lambda: averaged(kept=False),
     "of a copy that a run without a release met": lambda: copy.deepcopy(unreleased()),
 }
 

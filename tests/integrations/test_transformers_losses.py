@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
-from private_trainers import arguments, classifier, records
+from peft import AdaLoraConfig, get_peft_model
+from private_trainers import arguments, bert_loss, classifier, records, trainer
 from torch import Tensor, nn
 from transformers.trainer_pt_utils import LabelSmoother
 
@@ -229,3 +230,30 @@ def test_a_sequence_to_sequence_model_trains_and_writes(dropout: float, tmp_path
     found = trained.predict([{"input_ids": [5, 6, 9], "labels": [9, 1]}] * 3).predictions
     assert found.shape[0] == 3  # padded to the model's own longest
     assert trained.epsilon() == trained.plan.epsilon
+
+
+def adapted(weight: float) -> Any:
+    config = AdaLoraConfig(
+        target_modules=["query"], total_step=100, tinit=1, tfinal=1, orth_reg_weight=weight
+    )
+    return get_peft_model(classifier(), config)
+
+
+def test_what_adapters_add_to_a_batchs_loss_is_not_left_out_unsaid(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"AdaLoraConfig\(orth_reg_weight=0.5\).*set orth_reg_wei"):
+        trainer(tmp_path / "run", model=adapted(0.5))
+    assert not (tmp_path / "run").exists()
+    trainer(tmp_path / "run", model=adapted(0.0))
+    trainer(tmp_path / "run", model=adapted(0.5), per_example_loss=bert_loss)
+
+
+@pytest.mark.parametrize("problem", ["regression", "multi_label_classification", None])
+def test_labels_of_another_kind_than_the_models_are_told_how_to_be(
+    problem: str | None, tmp_path: Path
+) -> None:
+    model: Any = classifier()
+    model.config.problem_type = problem
+    data = [one | {"labels": float(one["labels"])} for one in records()]
+    with pytest.raises(ValueError, match=r"num_labels=2 and labels of type float.*whole numbers"):
+        trainer(tmp_path / "run", model=model, train_dataset=data).train()
+    assert not (tmp_path / "run" / "ledger.jsonl").exists()

@@ -128,3 +128,26 @@ def test_without_the_look_it_adds_several_times_the_clipping_norm(
             sums.append(run.clip(model, loss, next(iter(run.loader(given)))).gradients)
     moved = sum(float((sums[0][n] - sums[1][n]).square().sum()) for n in sums[0]) ** 0.5
     assert moved > 8 * 0.5
+
+
+def test_windows_of_texts_are_no_records() -> None:
+    datasets = pytest.importorskip("datasets")
+    texts = datasets.Dataset.from_dict({"text": ["a b c d", "e"], "person": [0, 1]})
+
+    def cut(batch: dict[str, Any]) -> dict[str, list[Any]]:
+        """What a tokenizer makes with return_overflowing_tokens, and a script of it."""
+        rows = [(i, w) for i, text in enumerate(batch["text"]) for w in text.split()]
+        person = [batch["person"][i] for i, _ in rows]
+        kept = {"x": [[float(ord(w))] for _, w in rows], "person": person}
+        return {**kept, "overflow_to_sample_mapping": [i for i, _ in rows]}
+
+    windows = texts.map(cut, batched=True, remove_columns=["text", "person"])
+    with (
+        CONFIG.build(len(windows)).start() as run,
+        pytest.raises(ValueError, match=r"cut texts into several rows.*record_owner="),
+    ):
+        run.loader(windows)
+    require_each_once(windows.remove_columns("overflow_to_sample_mapping"))
+    plan = CONFIG.build(len(windows), record_owner=windows["person"])
+    with plan.start() as run:
+        run.loader(windows)

@@ -130,3 +130,27 @@ def test_no_warning_says_it_in_an_opacus_script(said: list[Any]) -> None:
         F.mse_loss(model(x), torch.zeros(3)).backward()
         optimizer.step()
     assert sizes_in(said) == []
+
+
+class Longer(Records):
+    """The first record is longer than all others."""
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return torch.zeros(17 if index == 0 else 4), torch.zeros(3)
+
+
+def in_lists(rows: list[Any]) -> tuple[Tensor, Tensor]:
+    return torch.tensor([x.tolist() for x, _ in rows]), torch.stack([y for _, y in rows])
+
+
+@pytest.mark.parametrize("collate_fn", [None, in_lists], ids=["torch's", "of lists"])
+def test_an_error_does_not_say_how_long_records_are(collate_fn: Any) -> None:
+    data = Longer()
+    plan = PrivacyConfig(noise_multiplier=1.0, sample_rate=1.0, steps=1).build(len(data))
+    with plan.start() as run:
+        loader = run.loader(data, collate_fn=collate_fn)
+        with pytest.raises(ValueError, match="different sizes") as refused:
+            for batch in loader:
+                run.backward(nn.Linear(4, 3), lambda model, b: model(b[0]).sum(1), batch)
+    assert "17" not in str(refused.value)
+    assert refused.value.__cause__ is None and refused.value.__context__ is None

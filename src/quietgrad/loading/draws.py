@@ -18,6 +18,7 @@ from torch.utils.data import Dataset, Sampler
 from quietgrad.clipping.capture.examples import whole_users
 from quietgrad.loading.collating import Collating
 from quietgrad.loading.padding import ends_of
+from quietgrad.loading.unsaid import collated
 from quietgrad.sampling.users import UserIndices
 from quietgrad.tensors import Batch
 
@@ -121,4 +122,4 @@ class CollateNumbered:
     def __call__(self, numbered: list[tuple[int, Any]]) -> tuple[list[int], Batch, list[int]]:
         records = [record for _, record in numbered]
         ends = ends_of(records)  # before the script's code may change them
-        return [i for i, _ in numbered], self._collate_fn(records), ends
+        return [i for i, _ in numbered], collated(self._collate_fn, records), ends

@@ -11,16 +11,25 @@ from numpy.typing import NDArray
 from torch.utils.data import ConcatDataset, Subset
 
 Places = NDArray[np.int64]
+WINDOWS = "overflow_to_sample_mapping"  # of tokenizers that cut one text into several rows
 
 
 def require_each_once(dataset: Any) -> None:
     """As far as torch's Subset and ConcatDataset, and the tables of Hugging Face's data sets, tell:
     rows that were selected twice, or joined to themselves, are the same cells in memory. Equal
-    records that lie at places of their own are several (docs/privacy/assumptions.md).
+    records that lie at places of their own are several (docs/privacy/assumptions.md). Nor may a
+    table say that its rows are windows of texts.
 
     Raises:
         ValueError: with the remedy; it names no record.
     """
+    if WINDOWS in (getattr(dataset, "column_names", None) or ()):
+        raise ValueError(
+            f"dataset has the column {WINDOWS!r}: the tokenizer cut texts into several rows "
+            "(return_overflowing_tokens), and epsilon would be that of a row and not of a text; "
+            "keep a number of the text in every row, and give it as record_owner= "
+            "(docs/users.md), or remove the column where a row is all that is to be protected"
+        )
     if type(dataset) not in (Subset, ConcatDataset) and not _is_joined(dataset):
         return
     found = _places(dataset, np.arange(len(dataset)))

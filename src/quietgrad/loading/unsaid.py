@@ -7,6 +7,8 @@ from __future__ import annotations
 import logging
 import re
 import warnings
+from collections.abc import Callable
+from typing import Any
 
 # Logger of transformers -> how its lines are told that hold the length of a text or of a
 # micro-batch, or the size of a picture.
@@ -29,6 +31,30 @@ WARNED = (
     "Using a target size",
     "An output with one or more elements was resized",
 )
+
+
+# How torch's errors begin that hold the sizes of records which make no tensor together.
+_SIZES = ("stack expects each tensor to be equal size", "expected sequence of length")
+
+
+def collated(collate_fn: Callable[[list[Any]], Any], records: list[Any]) -> Any:
+    """What a script makes of records; an error of torch's that says how long they are says it no
+    more.
+
+    Raises:
+        ValueError: in its place, with the remedy.
+    """
+    try:
+        return collate_fn(records)
+    except (RuntimeError, ValueError) as error:
+        said = f"{error} {error.__cause__} {error.__context__}"
+        if not any(words in said for words in _SIZES):
+            raise
+    raise ValueError(  # not in the handler: the other one is not to be shown above it
+        "records of one batch hold values of different sizes (not shown: they are private), and "
+        "collate_fn makes one tensor of them; let it pad them (DataCollatorWithPadding, "
+        "torch.nn.utils.rnn.pad_sequence), with a mask, or give all records one size"
+    )
 
 
 def say_no_sizes() -> None:

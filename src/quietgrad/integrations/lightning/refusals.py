@@ -14,6 +14,7 @@ from lightning.pytorch.core.optimizer import _MockOptimizer
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 
 from quietgrad.denoising import SpectralAdamW, SpectralSGD
+from quietgrad.integrations.lightning.monitors import is_of
 from quietgrad.integrations.lightning.strategies import refuse_strategy
 from quietgrad.integrations.owners import Owners
 from quietgrad.integrations.public import refuse_private_evaluation
@@ -103,6 +104,10 @@ COMPANIONS: dict[type, tuple[str, str]] = {
         "it goes once more over the training records, which no ledger counts",
         "use EMAWeightAveraging, which looks at weights alone",
     ),
+    callbacks.ModelPruning: (
+        "pruning puts other parameters in the place of weights while the run trains them",
+        "prune once fit has ended (torch.nn.utils.prune), which costs no privacy",
+    ),
     callbacks.DeviceStatsMonitor: (
         "peaks of memory depend on the sizes of batches, which are private",
         "leave it out",
@@ -154,7 +159,7 @@ def refuse_trainer(trainer: Any) -> None:
         if refused(value):
             raise ValueError(f"Trainer({name}={value!r}): {why}; {remedy}")
     for kind, (why, remedy) in COMPANIONS.items():
-        if any(isinstance(one, kind) for one in (*trainer.callbacks, trainer.profiler)):
+        if any(is_of(one, kind) for one in (*trainer.callbacks, trainer.profiler)):
             raise ValueError(f"{kind.__name__}: {why}; {remedy}")
     refuse_measuring(trainer.loggers)
     without_system_metrics()

@@ -20,6 +20,7 @@ from quietgrad.clipping.capture.backward import PerExampleLoss
 from quietgrad.clipping.soundness.kept.lazily import as_before
 from quietgrad.generators import keyed_generators
 from quietgrad.integrations.transformers.sharding import ShardingTrainer
+from quietgrad.loading.unsaid import collated
 from quietgrad.plan import PrivacyPlan, PrivateRun
 from quietgrad.tensors import to_device
 from quietgrad.training.tasks.records import spread
@@ -59,7 +60,7 @@ class Looking:
 
     def _collated(self, records: list[Any], seed: int) -> Any:
         with keyed_generators(self._seed ^ seed):
-            return self._collate(records)
+            return collated(self._collate, records)
 
     def refuse_mixing(self) -> bool:
         """Compares rows of the collator.
@@ -226,7 +227,7 @@ class LookingTrainer(ShardingTrainer):
         """At the collator, and at padding; says whether there are labels."""
         records, collate = self._read(dataset, description)
         few = [records[int(i)] for i in spread(records, TOGETHER)]
-        labelled = set(self.label_names) <= set(collate(few[:1]))
+        labelled = set(self.label_names) <= set(collated(collate, few[:1]))
         if labelled and len(few) > 1 and self.args.per_device_train_batch_size > 1:
             plain = self._not_compiled(model)
             looking = Looking(plain, collate, few, seed)

@@ -3,10 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from quietgrad.loading.batches import LoadedBatch
 from quietgrad.loading.loader import PrivateLoader
 from quietgrad.plan import PrivateRun
+
+# Settings of accelerate's loader, which is not used -> their defaults.
+NOT_USED = {
+    "split_batches": False,
+    "dispatch_batches": None,
+    "even_batches": True,
+    "use_seedable_sampler": True,
+}
+
+
+def refuse_other_draws(args: Any) -> None:
+    """Refuses settings that say which records are drawn, and how they are dealt out: they would
+    have no effect, as the run draws each by a coin of its own.
+
+    Raises:
+        ValueError: naming the setting, and the remedy.
+    """
+    if getattr(args, "data_seed", None) is not None:
+        raise ValueError(
+            f"args.data_seed={args.data_seed}: no batch follows from it, as which records are "
+            "drawn stays secret; leave it out (of public data PrivacyConfig(seed=) repeats a run)"
+        )
+    config = getattr(args, "accelerator_config", None)
+    for name, default in NOT_USED.items():
+        value = getattr(config, name, default)
+        if value != default:
+            raise ValueError(
+                f"args.accelerator_config: {name}={value!r} would have no effect, as the batches "
+                "are the run's, not those of accelerate's loader; leave it out"
+            )
 
 
 class EpochLoader:

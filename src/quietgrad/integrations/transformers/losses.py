@@ -24,6 +24,13 @@ from quietgrad.tensors import Batch
 _ONE_CLASS = "single_label_classification"
 IGNORED = -100  # the label that Hugging Face's losses leave out
 
+# Settings of adapters by which they add to the model's own loss, or weigh it -> what does not.
+OWN_LOSS = {
+    "orth_reg_weight": 0,  # AdaLoRA
+    "auxiliary_loss_weight": 0,  # ShadowPEFT
+    "opt_weighted_loss_type": "none",  # CPT
+}
+
 # model without adapters, its outputs, the batch, label smoothing -> [b]
 Head = Callable[[Any, Any, Batch, float], Tensor]
 
@@ -109,6 +116,25 @@ def record_loss_of(bare: Any, labels: Sequence[str], smoothing: float) -> PerExa
     return RecordLoss(head, bare, tuple(labels), float(smoothing))
 
 
+def refuse_own_losses(model: Any) -> None:
+    """Refuses adapters that change the loss which the model itself returns: a private step takes
+    the losses of records in its place, and what was added would be left out without a word.
+
+    Raises:
+        ValueError: with the remedy.
+    """
+    configs = getattr(model, "peft_config", None)
+    for config in configs.values() if isinstance(configs, dict) else ():
+        for name, without in OWN_LOSS.items():
+            value = getattr(config, name, without)
+            if value not in (without, None):
+                raise ValueError(
+                    f"{type(config).__name__}({name}={value!r}) adds to the loss of a batch, or "
+                    "weighs it, and a private step takes the losses of records, in which that "
+                    f"would be left out; set {name}={without!r}, or use LoraConfig"
+                )
+
+
 def _head_of(bare: Any) -> Head | None:
     name, kind = type(bare).__name__, getattr(bare, "loss_type", None)
     if getattr(getattr(bare, "config", None), "is_encoder_decoder", False):
@@ -182,6 +208,13 @@ def _record_class(bare: Any, outputs: Any, batch: Batch, smoothing: float) -> Te
         raise ValueError(
             f"label_smoothing_factor={smoothing} smooths classes, and these labels are {problem}; "
             "set it 0"
+        )
+    if wanted.numel() != logits.numel():  # torch's own error says how many records there are
+        raise ValueError(
+            f"config.problem_type={bare.config.problem_type!r} with num_labels="
+            f"{bare.config.num_labels} and labels of type {str(wanted.dtype)[6:]} is {problem}, "
+            "which takes as many numbers a record as there are labels; give whole numbers for "
+            "classes, a list of numbers a record, or num_labels=1 for one number"
         )
     wanted = wanted.to(logits.dtype).view(logits.shape)
     if problem == "regression":

@@ -15,6 +15,7 @@ from quietgrad.denoising import SpectralAdamW, SpectralSGD
 from quietgrad.integrations.monitors import refuse_watched
 from quietgrad.integrations.public import refuse_private_evaluation
 from quietgrad.integrations.reporting import refuse_measuring, without_system_metrics
+from quietgrad.integrations.transformers.loading import refuse_other_draws
 from quietgrad.integrations.transformers.sharding import plugin_of
 from quietgrad.loading.reading import require_by_number
 from quietgrad.plan import PrivacyPlan
@@ -167,6 +168,7 @@ def refuse_arguments(args: Any) -> None:
                 f"{name} is set (accelerate launch, or its configuration): {why}; {remedy}"
             )
     plugin_of(args)
+    refuse_other_draws(args)
     loss = getattr(args, "loss_type", "nll")
     if isinstance(loss, str) and loss != "nll":  # a list is DPOConfig's, whose trainer judges it
         raise ValueError(

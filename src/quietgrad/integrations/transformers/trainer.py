@@ -32,7 +32,7 @@ from quietgrad.integrations.stepping import ReleasedGradients
 from quietgrad.integrations.transformers.collating import LookingTrainer
 from quietgrad.integrations.transformers.hooks import require_hooks
 from quietgrad.integrations.transformers.loading import EpochLoader
-from quietgrad.integrations.transformers.losses import record_loss_of
+from quietgrad.integrations.transformers.losses import record_loss_of, refuse_own_losses
 from quietgrad.integrations.transformers.quiet import NO_SEARCH
 from quietgrad.integrations.transformers.session import TrainerSession
 from quietgrad.integrations.transformers.sharding import ALIKE
@@ -138,6 +138,7 @@ class PrivateTrainer(LookingTrainer):
     def _loss_of_a_record(self) -> PerExampleLoss:
         smoothing = self.args.label_smoothing_factor
         if self._given_loss is None:
+            refuse_own_losses(self.model)
             return record_loss_of(self._bare_model(), self.label_names, smoothing)
         if smoothing:
             raise ValueError(

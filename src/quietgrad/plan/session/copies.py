@@ -6,7 +6,8 @@ It counts for what a run trained only where it is another one than before that r
 which did not move are taken for no copy, and new ones of the same public start neither. All of it
 is of released values.
 
-Not known: values that were rounded, averaged or permuted since, tensors of few different entries,
+Averages of the library's own (``quietgrad.averaging``) are known as well. Not known: values that
+were rounded, averaged otherwise or permuted since, tensors of few different entries,
 and what another process trained.
 """
 
@@ -64,16 +65,21 @@ def note_before(parameter: Tensor) -> None:
     _BEFORE[parameter] = digest_of(parameter)
 
 
-def moved(parameter: Tensor) -> bytes | None:
-    """Its digest, if the run that trains it, or trained it last, changed it."""
-    digest = digest_of(parameter) if parameter in _BEFORE else None
+def moved(parameter: Tensor, value: Tensor | None = None) -> bytes | None:
+    """Its digest, or that of a value for it, if the run that trains it, or trained it last, changed
+    it.
+    """
+    held = parameter if value is None else value.to(parameter.dtype)
+    digest = digest_of(held) if parameter in _BEFORE else None
     return None if digest is None or digest == _BEFORE[parameter] else digest
 
 
-def note_values(trained: Iterable[tuple[Tensor, Any]]) -> None:
-    """Of parameters and the run that trained them: copies of what they hold now will be known."""
+def note_values(trained: Iterable[tuple[Tensor, Any]], value: Tensor | None = None) -> None:
+    """Of parameters and the run that trained them: copies of what they hold now, or of a value for
+    them, will be known.
+    """
     for parameter, run in trained:
-        digest = moved(parameter)
+        digest = moved(parameter, value)
         if digest is not None:
             _AFTER.setdefault(digest, run)  # what a later run leaves as it was is the first one's
 

@@ -12,6 +12,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary
 
 from quietgrad.accounting import epsilon_report
+from quietgrad.averaging import averages_in_memory
 from quietgrad.checks import SettingsWarning
 from quietgrad.ledger import LedgerWriter
 from quietgrad.ledger.earlier import RUN, starts_of, tells_of
@@ -109,9 +110,15 @@ def note_set_back(model: nn.Module) -> None:
 
 
 def note_copies(parameters: Iterable[Tensor]) -> None:
-    """Copies of what trained parameters hold now will be known by their values."""
-    found = ((p, _TRAINED[p]) for p in parameters if p in _TRAINED)
-    note_values((p, trained) for p, trained in found if is_private(trained))
+    """Copies of what trained parameters hold now, and of their averages, will be known by their
+    values.
+    """
+    found = {id(p): (p, _TRAINED[p]) for p in parameters if p in _TRAINED}
+    private = {place: one for place, one in found.items() if is_private(one[1])}
+    note_values(private.values())
+    for parameter, average in averages_in_memory() if private else ():
+        if id(parameter) in private:
+            note_values([private[id(parameter)]], average)
 
 
 def largest_of(model: nn.Module) -> list[Tensor]:
@@ -134,6 +141,10 @@ def _held_now() -> Iterator[tuple[bytes, Trained]]:
         digest = moved(parameter)
         if digest is not None:
             yield digest, trained
+    for parameter, average in averages_in_memory():
+        digest = moved(parameter, average) if parameter in _TRAINED else None
+        if digest is not None:
+            yield digest, _TRAINED[parameter]
     for parameter, (trained, entries) in _items(_BESIDE):
         if entries != some_of(parameter):
             digest = digest_of(parameter)
