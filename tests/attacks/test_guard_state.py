@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from attacks.guarded import KeepsMean, Remembers, With, good, records
 from quietgrad.clipping import Clipper
@@ -77,6 +77,49 @@ def test_an_attribute_that_nothing_reads_is_allowed() -> None:
     Clipper(1.0).bind(With(note), good).clip(records())
 
 
+class Exchanging(nn.Module):
+    """As BigBird: the first short text exchanges its attention for good."""
+
+    def __init__(self, away: bool) -> None:
+        super().__init__()
+        self.first, self.inner, self.head = nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3)
+        self.away = away
+
+    def forward(self, x: Tensor) -> Tensor:
+        if (x[:, 0] == 30).any():
+            self.inner = None if self.away else nn.ReLU()
+        h = self.first(x)
+        return self.head(h if self.inner is None else self.inner(h))
+
+
+@pytest.mark.parametrize("engine", ["bookkeeping", "one-example"])
+@pytest.mark.parametrize("away", [False, True])
+def test_a_layer_that_is_exchanged_at_a_rare_record_is_seen_at_once(
+    away: bool, engine: str
+) -> None:
+    """Without the look the gradients of all later records are others, by more than C."""
+    model = Exchanging(away)
+    bound, inner = Clipper(1.0, engine=engine).bind(model, good), model.inner
+    for step in range(6):
+        bound.clip(records(), step=step)
+    rare = records()
+    rare["x"][3, 0] = 30.0
+    with pytest.raises(ValueError, match="layer 'inner' is exchanged for another one"):
+        bound.clip(rare, step=6)  # not a guarded step
+    assert model.inner is inner
+
+
+def test_a_layer_that_is_made_when_it_is_first_needed_is_allowed() -> None:
+    def first(model: With, h: Tensor) -> Tensor:
+        if not hasattr(model, "late"):
+            model.late = nn.Tanh()
+        return model.late(h)
+
+    bound = Clipper(1.0).bind(With(first), good)
+    for step in range(3):
+        bound.clip(records(), step=step)
+
+
 @pytest.mark.parametrize("what", ["layer 'drop'", "the model", "parameter 'first.bias'"])
 def test_a_record_that_switches_the_model_is_refused_in_its_call(what: str) -> None:
     """From then on all others would be without dropout, or without that layer's gradient."""
@@ -126,5 +169,5 @@ def test_a_layer_that_the_loss_takes_away_is_named() -> None:
 
     model = With(lambda model, h: h)
     model.spare = torch.nn.Linear(2, 2).requires_grad_(False)
-    with pytest.raises(ValueError, match=r"'spare\.weight' is rewritten while the loss"):
+    with pytest.raises(ValueError, match="layer 'spare' is exchanged for another one, or taken"):
         Clipper(1.0).bind(model, loss).clip(records())

@@ -160,10 +160,10 @@ def unchanged(model: nn.Module, thorough: bool = False) -> Iterator[None]:
         watch.put_back()
         raise StateChanged(
             f"layer {exchanged!r} is exchanged for another one, or taken away, while the loss is "
-            "computed, and would stay so for other records: what is there would follow from the "
-            "records that came before (BigBird does so at its first short text); it was put back, "
-            "but what the model notes beside it was not: load the model again, and choose its "
-            "layers before the run (attention_type='original_full')"
+            "computed, and would stay so for other records, whose gradients would follow from "
+            "those that came before; it was put back, but what the model notes beside it was not: "
+            "load the model again, and choose its layers before the run (as BigBird's "
+            "attention_type='original_full')"
         )
     switched = watch.switched()
     if switched is not None:
