@@ -21,6 +21,7 @@ from quietgrad import Clipping, PrivacyConfig, PrivateRun
 from quietgrad.accounting import epsilon
 from quietgrad.beside import AdaptiveClipping, PrivateEstimate, TrainingLoss
 from quietgrad.beside.session import SideSession
+from quietgrad.beside.values import releases_beside
 from quietgrad.clipping import per_example_norms
 from quietgrad.denoising import SpikesWithBulk
 from quietgrad.events import PoissonGaussian, SideRelease
@@ -128,6 +129,24 @@ def test_the_estimate_is_of_the_mean_loss_and_says_how_noisy_it_is() -> None:
     assert last.smoothed_noise_std == pytest.approx(last.noise_std * (0.1 / 1.9) ** 0.5, rel=1e-3)
     assert abs(last.smoothed - true) < 5 * last.smoothed_noise_std
     assert str(last).endswith("(private estimate)")
+
+
+def test_noise_and_its_average_are_said_by_hand() -> None:
+    """Mutants: half the range, or squares, left out of what is told of the noise; every step paid
+    for as if it were every third.
+    """
+    every_third = TrainingLoss(low=1.0, high=9.0, own_noise=3.0, every=3, smoothing=0.5)
+    releases = releases_beside((every_third,), 1.0)
+    assert releases == (SideRelease(LOSS.name, 3.0, 3),)
+    session = SideSession((every_third,), releases, 50.0, 5.0)
+    session.take(1, {LOSS.name: 25.0})
+    first = session.training_loss
+    assert first == PrivateEstimate(1, 7.0, 4.0 * 3 / 50, 7.0, 4.0 * 3 / 50)
+    session.take(4, {LOSS.name: 0.0})
+    assert (second := session.training_loss) is not None
+    assert (second.value, second.smoothed) == (5.0, pytest.approx((0.25 * 7 + 0.5 * 5) / 0.75))
+    std = 0.24 * (0.25**2 + 0.5**2) ** 0.5 / 0.75
+    assert second.smoothed_noise_std == pytest.approx(std)
 
 
 def test_what_is_shown_is_released_and_nothing_else() -> None:

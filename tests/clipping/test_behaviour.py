@@ -13,6 +13,7 @@ from cases import CASES, Case, Mean, cross_entropy
 from test_against_oracle import assert_equal_to_oracle
 from torch import Tensor, nn
 
+from quietgrad.beside.values import Observed
 from quietgrad.clipping import ClippedSum, clipped_gradients, per_example_norms
 from quietgrad.clipping.norms.choice import ESTIMATORS
 from quietgrad.clipping.norms.estimators.projections import Projections
@@ -385,6 +386,7 @@ def test_repr_shows_no_values() -> None:
         f"{clipped}",
         repr([clipped]),
         repr(clipped.private),
+        repr(Observed(None, torch.ones(3))),
     ):
         assert "tensor" not in shown and "examples=" not in shown and "nonfinite=" not in shown
 

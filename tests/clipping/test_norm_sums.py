@@ -10,16 +10,21 @@ import pytest
 import torch
 from torch import Tensor
 
+from quietgrad.clipping.norms.estimators import ghost
+from quietgrad.clipping.norms.estimators.materialized import materialized_norms
+from quietgrad.clipping.norms.factors.dense import DenseFactors
 from quietgrad.clipping.norms.rounding import (
     APART,
     LARGEST_NORM,
     OF_TERMS,
     SHARE,
     SMALLEST_NORMAL,
+    SQUARES_AT_ONCE,
     Measured,
     Norms,
     NormSums,
 )
+from quietgrad.clipping.norms.spread import Spread, spread_of
 
 
 def column(*values: float) -> Tensor:
@@ -130,3 +135,42 @@ def test_what_divides_is_the_largest_of_all_that_is_known() -> None:
     assert float(norms(certified=15.0, least=11.0).divisors()) == 15.0
     assert float(norms(certified=15.0, least=16.0).divisors()) == 16.0
     assert float(norms().divisors()) == 10.0 * (1 + SHARE)
+
+
+def test_of_a_ghost_norm_both_gram_matrices_and_the_cancelled_spread_count() -> None:
+    """Mutants: the left Gram's error, that of both at once, or what is lost left out."""
+    sums = torch.tensor([[7.0], [2.0], [4.0]], dtype=torch.float64)
+    none = column(0.0)
+    spread = Spread(column(8.0), column(0.25), none, none, none)
+    found = ghost.slack_of(sums.clone(), spread, ghost.Errors(0.1, 0.2, 0.01, 0.5))
+    by_hand = 2.0 * (0.1 + 0.01) + 4.0 * 0.2 + 8.0 * 3 * 0.1 * (0.2 + 0.1) + 0.25 + 0.5
+    assert float(found) == pytest.approx(by_hand, rel=1e-12)
+
+
+@pytest.mark.parametrize("cross", [False, True])
+def test_bounds_over_pairs_of_positions_add_up_what_cancels(cross: bool) -> None:
+    """Mutant: without the absolute values of the Gram matrix; positions of either sign cancel."""
+    torch.manual_seed(0)
+    rows = torch.randn(3, 40, 6)
+    rows[0, 1::2] = -rows[0, ::2]
+    other = rows.flip(1)[:, :17] if cross else rows
+    gram, one, two = rows @ other.mT, rows.norm(dim=2), other.norm(dim=2)
+    true = torch.einsum("xij,xi,xj->x", *(x.double().abs() for x in (gram, one, two)))
+    assert bool((ghost._between(gram, one, two) >= true).all())
+
+
+@pytest.mark.parametrize("uses", [1, 3])
+def test_margins_of_formed_gradients_count_every_addition_twice(uses: int) -> None:
+    """Measured and summed are two roundings of one product; and of tied weights every use has its
+    own additions.
+    """
+    some = [DenseFactors(torch.ones(1, 1, 50, 2), torch.ones(1, 1, 50, 2)) for _ in range(uses)]
+    found = materialized_norms(some, torch.float32)
+    additions = 2 * sum(use.additions for use in some)
+    assert additions == 2 * 50 * uses
+    spread = spread_of(some, torch.float32)
+    assert float(spread.norm) >= 100 * uses
+    roundoff = 2.0**-24
+    assert float(found.margin) >= additions * roundoff * float(spread.norm)
+    squares = float(found.squared)
+    assert float(found.slack) >= 2 * SQUARES_AT_ONCE * roundoff * squares

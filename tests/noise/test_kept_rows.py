@@ -163,3 +163,9 @@ def test_a_run_goes_on_alike_with_its_kept_rows_and_without(
     assert all(map(torch.equal, made["first"], made["second"]))
     assert drawn["first"] == list(range(kept_at, PLAN_STEPS))
     assert drawn["second"] == list(range(PLAN_STEPS))
+
+
+def test_what_noise_depends_on_is_not_shown() -> None:
+    """It can be subtracted from what was released; a log of what a script holds would tell it."""
+    shown = repr(NoiseHistory(3, 0, ({"w": torch.full((2,), 0.125)},)))
+    assert "step=3" in shown and "0.125" not in shown and "tensor" not in shown

@@ -64,7 +64,7 @@ class NoiseHistory:
 
     step: int
     since: int
-    rows: Rows = ()
+    rows: Rows = field(default=(), repr=False)
     coefficients: tuple[Floats, ...] = ()
 
 
