@@ -56,7 +56,20 @@ def words_beside(part: Any) -> None:
     part.records["name"][0] = "another"
 
 
+def between_what_is_looked_at(part: Any) -> None:
+    """Torch counts it, and no entry that is compared is another one."""
+    part.records["x"].view(-1)[1] += 100
+
+
+def another_between(part: Any) -> None:
+    """In another tensor, whose writes torch has not counted."""
+    x = part.records["x"].numpy().copy()
+    x.reshape(-1)[1] += 100
+    part.records["x"] = torch.from_numpy(x)
+
+
 CHANGES = [in_place, by_numpy, by_data, another_tensor, a_number_beside, words_beside]
+CHANGES += [between_what_is_looked_at, another_between]
 
 
 def clipped(change: Callable[[Any], None], shift: float = 0.0) -> dict[str, Tensor]:
