@@ -20,7 +20,7 @@ from quietgrad.auditing import (
 )
 from quietgrad.auditing.bounds import errors as bounds
 from quietgrad.auditing.bounds.errors import gaussian_epsilon, lower_rate, upper_rate
-from quietgrad.events import PoissonGaussian
+from quietgrad.events import PoissonGaussian, SideRelease
 
 
 @pytest.mark.parametrize(("mu", "delta"), [(0.5, 1e-5), (1.0, 1e-5), (2.0, 1e-3), (4.0, 1e-6)])
@@ -141,3 +141,10 @@ def test_the_epsilon_is_that_of_a_noise_multiplier_which_is_refuted(
     counts = bounds.ErrorCounts(10, 1000, 10, 1000)
     found = bounds.lower_bound_trade_off(counts, PoissonGaussian(1.0, 0.1, 10), 1e-5)
     assert limit < found <= limit * 1.006
+
+
+def test_all_noise_of_the_family_grows_by_one_factor() -> None:
+    # Mutant: that of numbers beside stays as it is, so less noise on the gradients seems likely.
+    event = PoissonGaussian(2.0, 0.5, 3, beside=(SideRelease("n", 3.0),))
+    found = bounds._with_noise(event, 1.0)
+    assert (found.noise_multiplier, found.beside) == (1.0, (SideRelease("n", 1.5),))
