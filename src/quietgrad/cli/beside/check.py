@@ -169,8 +169,9 @@ def _print_file(target: Console, found: Inspection) -> None:
     elif found.broken or found.gaps:
         if (found.encoding or "").startswith("not UTF-8"):
             target.print(
-                "Where umlauts and accents were written by Windows, all rows are whole again after "
-                f"`iconv -f WINDOWS-1252 -t UTF-8 {shlex.quote(found.path)} > NEW_FILE`.",
+                "If the whole file has its letters as Windows once wrote them, "
+                f"`iconv -f WINDOWS-1252 -t UTF-8 {shlex.quote(found.path)} > NEW_FILE` makes it "
+                "UTF-8.",
                 markup=False,
                 soft_wrap=True,
             )
