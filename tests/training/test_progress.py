@@ -69,7 +69,8 @@ def test_the_watching_thread_lives_as_long_as_the_block() -> None:
 
 
 def test_seconds_become_minutes() -> None:
-    assert [duration(s) for s in (30.2, 119, 120, 600)] == ["30 s", "119 s", "2 min", "10 min"]
+    seconds = (30.2, 119, 120, 152, 600)
+    assert [*map(duration, seconds)] == ["30 s", "119 s", "2 min", "2.5 min", "10 min"]
 
 
 def test_a_terminal_shows_how_long_a_stage_lasts(monkeypatch: pytest.MonkeyPatch) -> None:

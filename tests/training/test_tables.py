@@ -110,7 +110,7 @@ def test_columns_of_numbers_with_commas_share_one_warning() -> None:
         Encoding.of([rows])
     (warning,) = warned
     assert str(warning.message).startswith(
-        "30 columns of 'x.csv', such as 'c0', hold numbers with commas and are read as categories"
+        "30 columns of 'x.csv', such as 'c0', hold numbers with a decimal comma; 3,14 is read as"
     )
 
 

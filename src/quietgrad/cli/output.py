@@ -75,13 +75,19 @@ def print_table(target: Console, title: str, rows: Mapping[str, str]) -> None:
     target.print(table)
 
 
-def print_classes(target: Console, scores: Mapping[str, Any]) -> None:
-    """Scores of each class, and where there are few the confusion matrix: the record that
-    ``class_scores`` makes of the test records.
+def print_classes(target: Console, result: Mapping[str, Any]) -> None:
+    """Scores of each class of the test records, and where there are few the confusion matrix.
+
+    Args:
+        target: where to.
+        result: of a run, with ``class_scores``.
     """
+    scores = result["class_scores"]["test"]
+    scored, of = result["scored_records"]["test"], result["records"]["test"]
+    fewer = f" ({scored} of {of}: equal texts count once)" if scored < of else ""
     classes = scores["classes"]
     matrix = scores.get("confusion") if len(classes) <= MATRIX_COLUMNS else None
-    table = Table(title="Classes of the test records", title_justify="left", pad_edge=False)
+    table = Table(title=f"Classes of the test records{fewer}", title_justify="left", pad_edge=False)
     table.add_column("class", style="bold", overflow="fold")
     for name in ("records", "precision", "recall", "F1"):
         table.add_column(name, justify="right", no_wrap=True, min_width=len(name))

@@ -345,5 +345,5 @@ def _print_result(target: Console, result: dict[str, Any], known: dict[str, Any]
     if "seed_warning" in result:
         rows["seed"] = result["seed_warning"]
     if "class_scores" in result:
-        print_classes(target, result["class_scores"]["test"])
+        print_classes(target, result)
     print_table(target, "Result", rows)

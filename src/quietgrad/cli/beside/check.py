@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shlex
 import string
 import sys
 from collections.abc import Sequence
@@ -37,6 +38,7 @@ PRIVATE = (
     "into logs, reports or tickets."
 )
 SHOWN_LABELS = 5
+ALONE = 20  # rows that are broken in the same way have a line of output each; more share one
 HELD_OUT = 0.2  # share that validates and tests, where no configuration says
 
 
@@ -165,6 +167,14 @@ def _print_file(target: Console, found: Inspection) -> None:
             soft_wrap=True,
         )
     elif found.broken or found.gaps:
+        if (found.encoding or "").startswith("not UTF-8"):
+            target.print(
+                "If the whole file has its letters as Windows once wrote them, "
+                f"`iconv -f WINDOWS-1252 -t UTF-8 {shlex.quote(found.path)} > NEW_FILE` makes it "
+                "UTF-8.",
+                markup=False,
+                soft_wrap=True,
+            )
         target.print(
             "Mend these rows, or set data.skip_bad = true, which leaves out every such row.",
             soft_wrap=True,
@@ -205,9 +215,31 @@ def _print_labels(target: Console, labels: dict[str, int], rare: Sequence[str]) 
 def _print_rows(target: Console, of: str, which: str, rows: Sequence[BadRow]) -> None:
     if rows:
         target.print(f"{how_many(len(rows), 'row')}{of} {which}:")
+    alike: dict[str, list[BadRow]] = {}
     for row in rows:
-        place = f"line {row.first}" if row.last == row.first else f"lines {row.first} to {row.last}"
-        target.print(f"  {place}: {_plain(row.reason)}", soft_wrap=True)
+        alike.setdefault(row.reason, []).append(row)
+    for row in rows:
+        same = alike[row.reason]
+        if len(same) <= ALONE:
+            lines = _lines([row])
+        elif row is same[0]:
+            lines = _lines(same)
+        else:
+            continue
+        target.print(f"  {lines}: {_plain(row.reason)}", soft_wrap=True)
+
+
+def _lines(rows: Sequence[BadRow]) -> str:
+    """Where rows are, neighbours together: "lines 2 to 5, 9"."""
+    spans: list[tuple[int, int]] = []
+    for row in rows:
+        if spans and row.first == spans[-1][1] + 1:
+            spans[-1] = (spans[-1][0], row.last)
+        else:
+            spans.append((row.first, row.last))
+    several = len(spans) > 1 or spans[0][0] < spans[0][1]
+    told = (f"{first} to {last}" if first < last else str(first) for first, last in spans)
+    return f"line{'s' if several else ''} {', '.join(told)}"
 
 
 def _print_notes(target: Console, notes: Sequence[str]) -> None:

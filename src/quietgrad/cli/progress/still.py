@@ -57,5 +57,5 @@ class Still:
 
 
 def duration(seconds: float) -> str:
-    """For people: seconds, from two minutes on minutes."""
-    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
+    """For people: seconds, from two minutes on minutes and halves of them."""
+    return f"{seconds:.0f} s" if seconds < 120 else f"{round(seconds / 30) / 2:g} min"

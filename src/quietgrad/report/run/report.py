@@ -63,7 +63,7 @@ def _numbers(facts: RunFacts) -> list[tuple[str, str]]:
         of = per_unit(facts.neighbouring)
         found.append(
             (
-                round_up(epsilon, 3),
+                round_up(epsilon, 4),  # as the statement below, and every command
                 f"epsilon{of} at delta {round_up_to(delta, 3)}: the privacy spent",
             )
         )

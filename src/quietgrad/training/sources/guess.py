@@ -14,10 +14,11 @@ from pathlib import PurePath
 from typing import Any, Literal
 
 from quietgrad.checks import nearest
+from quietgrad.training.sources.numerals import Commas, are_dates, number_of
 from quietgrad.training.sources.pictures import PICTURES
 from quietgrad.training.sources.rows import Rows
 
-Kind = Literal["text", "classes", "numbers", "words", "empty"]
+Kind = Literal["text", "classes", "numbers", "dates", "words", "empty"]
 MOST_CLASSES = 50
 # More labels than these are measurements: numbers with fractions (fewer may be half stars), whole
 # ones that are not counted as classes are.
@@ -45,7 +46,7 @@ class Column:
     Attributes:
         name: of the column.
         kind: "text" (several words), "classes" (words or whole numbers that repeat), "numbers",
-            "words" (anything else), "empty".
+            "dates" (in figures), "words" (anything else), "empty".
         distinct: different cells that are not empty.
         filled: cells that are not empty.
         words: of a cell, on average.
@@ -116,7 +117,13 @@ def guess(
     lower = {name.lower(): name for name in columns}
     asked = next((lower[n] for n in PROMPTS if n in lower), "")
     answer = next((lower[n] for n in ANSWERS if n in lower), "")
-    if not text and not label and asked and answer and columns[answer].kind in ("text", "words"):
+    if (
+        not text
+        and not label
+        and asked
+        and answer
+        and columns[answer].kind in ("text", "words", "dates")
+    ):
         return Guess("answers", answer, asked)
     labels = [label] if label else [n for n in _best(columns, "classes", LABELS) if n not in texts]
     labels = labels or [lower[n] for n in LABELS if n in lower and lower[n] not in texts]
@@ -229,7 +236,9 @@ def _column(name: str, cells: Sequence[Any]) -> Column:
         return Column(name, "empty", 0, 0, 0.0, like_a_cell)
     distinct = len(set(filled))
     words = sum(len(w.split()) for w in filled) / len(filled)
-    numbers = [number for number in map(number_of, filled) if number is not None]
+    with_commas = Commas.of(filled)
+    read = with_commas.number_of if with_commas else number_of
+    numbers = [n for n in map(read, filled) if n is not None]
     whole = len(numbers) == len(filled) and all(n.is_integer() for n in numbers)
     repeats = 2 <= distinct <= min(MOST_CLASSES, max(2, len(filled) // 3))
     kind: Kind = "words"
@@ -237,6 +246,8 @@ def _column(name: str, cells: Sequence[Any]) -> Column:
         kind = "classes"
     elif len(numbers) >= 0.98 * len(filled):
         kind = "numbers"
+    elif are_dates(filled):
+        kind = "dates"
     elif words >= TEXT_WORDS:
         kind = "text"
     return Column(name, kind, distinct, len(filled), words, like_a_cell)
@@ -247,15 +258,6 @@ def _word(cell: Any) -> str:
         return ""
     whole = isinstance(cell, float) and cell.is_integer()
     return str(int(cell) if whole else cell).strip()
-
-
-def number_of(word: str) -> float | None:
-    """What a word says, where it is a finite number."""
-    try:
-        value = float(word)
-    except ValueError:
-        return None
-    return value if math.isfinite(value) else None
 
 
 def counted(cells: Sequence[Any]) -> Counter[str]:

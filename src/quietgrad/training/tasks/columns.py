@@ -18,9 +18,9 @@ from quietgrad.training.sources.guess import (
     SENTENCE,
     looks_like_a_cell,
     nearest_told,
-    number_of,
 )
 from quietgrad.training.sources.hub import require_data
+from quietgrad.training.sources.numerals import number_of
 from quietgrad.training.sources.rows import FILES, NO_NAMES, UnreadableFile, read_rows
 from quietgrad.training.tasks.packages import packaged_file
 

@@ -9,11 +9,9 @@ Shape legend: n rows, f numeric columns, c columns of categories.
 from __future__ import annotations
 
 import hashlib
-import math
 import re
-import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -23,7 +21,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quietgrad.checks import SettingsWarning, how_many
+from quietgrad.checks import how_many
+from quietgrad.training.sources.numerals import Commas, number_of
 from quietgrad.training.tasks.columns import (
     label_word,
     missing,
@@ -35,6 +34,7 @@ from quietgrad.training.tasks.columns import (
 )
 from quietgrad.training.tasks.records import InOrder
 from quietgrad.training.tasks.splits import IGNORED, normalised
+from quietgrad.training.tasks.tables.doubts import tell_doubts
 
 COMMA = re.compile(r"[+-]?\d+,\d+")
 SHOWN_LETTERS = 60  # of a cell
@@ -42,7 +42,9 @@ FARTHEST = 10.0  # standard deviations; one cell must not swamp all others of it
 # What ``Encoding.encode`` does, for those who run an exported model.
 ENCODED = {
     "numbers": "of each column in order (value - mean) / deviation, between "
-    f"{-FARTHEST:g} and {FARTHEST:g}, and 0; 0 and 1 for a cell that is empty or no number",
+    f"{-FARTHEST:g} and {FARTHEST:g}, and 0; 0 and 1 for a cell that is empty or no number. Of "
+    "columns in the list commas 3,14 is the number and 3.14 none (1.234,5 is one where it says "
+    "true)",
     "codes": "of each column in order the place of the cell in its list, counted from 1; 0 for a "
     "cell that is not in it",
 }
@@ -181,47 +183,41 @@ class Encoding:
     Attributes:
         numbers: numeric column -> (mean, standard deviation).
         categories: other column -> its categories; any other cell is number 0.
+        commas: those numeric columns whose public cells are written with a decimal comma.
     """
 
     numbers: Mapping[str, tuple[float, float]]
     categories: Mapping[str, tuple[str, ...]]
+    commas: Mapping[str, Commas] = field(default_factory=dict)
 
     @classmethod
     def of(cls, public: Sequence[LabelledRows]) -> Encoding:
         """From public rows."""
         numbers: dict[str, tuple[float, float]] = {}
         categories: dict[str, tuple[str, ...]] = {}
-        commas: list[str] = []
+        commas: dict[str, Commas] = {}
+        known: dict[str, list[str]] = {}
         for name in public[0].columns:
             cells = [cell for rows in public for cell in rows.columns[name] if cell]
             if not cells:  # in JSON, a private row alone may have brought the column
                 continue
-            values = [number_of(cell) for cell in cells]
-            known = np.array([value for value in values if value is not None])
-            if len(known) and len(known) == len(values):
-                numbers[name] = (float(known.mean()), float(known.std()) or 1.0)
+            with_commas = Commas.of(cells)
+            values = [(with_commas.number_of if with_commas else number_of)(c) for c in cells]
+            found = np.array([value for value in values if value is not None])
+            if len(found) == len(values):
+                numbers[name] = (float(found.mean()), float(found.std()) or 1.0)
+                if with_commas:
+                    commas[name] = with_commas
             else:
                 categories[name] = tuple(sorted(set(cells)))
-                if all(COMMA.fullmatch(c) or number_of(c) is not None for c in cells):
-                    commas.append(name)
-        if commas:
-            source = repr(public[0].source)
-            what, verbs, it = f"column {commas[0]!r} of {source}", ("holds", "is"), "it"
-            if len(commas) > 1:
-                what = f"{len(commas)} columns of {source}, such as {commas[0]!r},"
-                verbs, it = ("hold", "are"), "them"
-            warnings.warn(
-                f"{what} {verbs[0]} numbers with commas and {verbs[1]} read as categories; write "
-                f"3.14 in place of 3,14 to learn from {it} as numbers",
-                SettingsWarning,
-                stacklevel=2,
-            )
+                known[name] = cells
+        tell_doubts(list(commas), known, public[0].source)
         if not numbers and not categories:
             raise ValueError(
                 f"data.source={public[0].source!r}: validation and test rows have no cell beside "
                 "the label, so there is nothing to learn from; add columns"
             )
-        return cls(numbers, categories)
+        return cls(numbers, categories, commas)
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -239,7 +235,7 @@ class Encoding:
         values = np.zeros((n, self.width), dtype=np.float32)
         for i, (name, (mean, deviation)) in enumerate(self.numbers.items()):
             for row, cell in enumerate(rows.columns[name]):
-                value = number_of(cell)
+                value = self._number(name, cell)
                 if value is None:
                     values[row, 2 * i + 1] = 1.0
                 else:
@@ -258,9 +254,11 @@ class Encoding:
         found: list[tuple[int, str]] = []
         for name, cells in rows.columns.items():
             if name in self.numbers:
-                odd = [cell for cell in cells if cell and number_of(cell) is None]
+                odd = [cell for cell in cells if cell and self._number(name, cell) is None]
                 what, instead = "no number", "as an empty cell"
-                if odd and all(COMMA.fullmatch(cell) for cell in odd):
+                if odd and name in self.commas and all(number_of(cell) is not None for cell in odd):
+                    instead += ": write 3,14 in place of 3.14"
+                elif odd and all(COMMA.fullmatch(cell) for cell in odd):
                     instead += ": write 3.14 in place of 3,14"
             else:
                 known = set(self.categories[name])
@@ -275,11 +273,17 @@ class Encoding:
                 found.append((len(odd), told))
         return [told for _, told in sorted(found, key=lambda pair: -pair[0])]
 
+    def _number(self, name: str, cell: str) -> float | None:
+        return (self.commas[name].number_of if name in self.commas else number_of)(cell)
+
     def to_json(self) -> dict[str, Any]:
-        return {
+        told: dict[str, Any] = {
             "numbers": {k: list(v) for k, v in self.numbers.items()},
             "categories": dict(self.categories),
         }
+        if self.commas:  # a model without such columns reads as it ever did
+            told["commas"] = {name: way.grouped for name, way in self.commas.items()}
+        return told
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> Encoding:
@@ -287,22 +291,15 @@ class Encoding:
             name: (float(mean), float(deviation))
             for name, (mean, deviation) in record["numbers"].items()
         }
-        return cls(numbers, {name: tuple(known) for name, known in record["categories"].items()})
+        categories = {name: tuple(known) for name, known in record["categories"].items()}
+        commas = {name: Commas(grouped) for name, grouped in record.get("commas", {}).items()}
+        return cls(numbers, categories, commas)
 
 
 def _known_cell(cell: str) -> str:
     """A number as Python writes it; any other cell as texts are known by."""
     value = number_of(cell)
     return normalised(cell) if value is None else repr(value)
-
-
-def number_of(cell: str) -> float | None:
-    """A finite number; None for any other cell."""
-    try:
-        value = float(cell)
-    except ValueError:
-        return None
-    return value if math.isfinite(value) else None
 
 
 @dataclass(frozen=True)
