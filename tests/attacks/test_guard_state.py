@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from attacks.guarded import KeepsMean, Remembers, With, good, records
 from quietgrad.clipping import Clipper
+from quietgrad.clipping.soundness.unchanged import Watch
 
 BUFFERS = ["in-place", "assigned", "data", "new", "large"]
 
@@ -77,28 +78,40 @@ def test_an_attribute_that_nothing_reads_is_allowed() -> None:
     Clipper(1.0).bind(With(note), good).clip(records())
 
 
-class Exchanging(nn.Module):
-    """As BigBird: the first short text exchanges its attention for good."""
+class Rectifier(nn.Tanh):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.relu()
 
-    def __init__(self, away: bool) -> None:
+
+class Exchanging(nn.Module):
+    """As BigBird: the first record of a kind exchanges a layer for good."""
+
+    def __init__(self, how: str) -> None:
         super().__init__()
         self.first, self.inner, self.head = nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3)
-        self.away = away
+        self.how = how
 
     def forward(self, x: Tensor) -> Tensor:
         if (x[:, 0] == 30).any():
-            self.inner = None if self.away else nn.ReLU()
+            self.exchange()
         h = self.first(x)
         return self.head(h if self.inner is None else self.inner(h))
 
+    def exchange(self) -> None:
+        if self.how == "layer":
+            self.inner = nn.ReLU()
+        elif self.how == "away":
+            self.inner = None
+        elif self.how == "class":
+            self.inner.__class__ = Rectifier
+        else:
+            self.inner.forward = torch.relu
+
 
 @pytest.mark.parametrize("engine", ["bookkeeping", "one-example"])
-@pytest.mark.parametrize("away", [False, True])
-def test_a_layer_that_is_exchanged_at_a_rare_record_is_seen_at_once(
-    away: bool, engine: str
-) -> None:
-    """Without the look the gradients of all later records are others, by more than C."""
-    model = Exchanging(away)
+@pytest.mark.parametrize("how", ["layer", "away", "class", "forward"])
+def test_a_layer_that_is_exchanged_at_a_rare_record_is_seen_at_once(how: str, engine: str) -> None:
+    model = Exchanging(how)
     bound, inner = Clipper(1.0, engine=engine).bind(model, good), model.inner
     for step in range(6):
         bound.clip(records(), step=step)
@@ -106,7 +119,21 @@ def test_a_layer_that_is_exchanged_at_a_rare_record_is_seen_at_once(
     rare["x"][3, 0] = 30.0
     with pytest.raises(ValueError, match="layer 'inner' is exchanged for another one"):
         bound.clip(rare, step=6)  # not a guarded step
-    assert model.inner is inner
+    assert model.inner is inner and type(inner) is nn.Tanh and "forward" not in vars(inner)
+
+
+@pytest.mark.parametrize("how", ["layer", "away", "class", "forward"])
+def test_without_the_look_one_record_moves_all_later_ones(
+    how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Watch, "exchanged", lambda self: None)
+    torch.manual_seed(0)
+    bound = Clipper(0.05).bind(Exchanging(how), good)
+    before = bound.clip(records(), step=0).gradients
+    bound.clip({"x": torch.full((2, 6), 30.0), "y": torch.tensor([0, 1])}, step=4)
+    after = bound.clip(records(), step=8).gradients
+    moved = sum(float((g - after[name]).square().sum()) for name, g in before.items()) ** 0.5
+    assert moved > 2 * 0.05
 
 
 def test_a_layer_that_is_made_when_it_is_first_needed_is_allowed() -> None:
@@ -169,5 +196,5 @@ def test_a_layer_that_the_loss_takes_away_is_named() -> None:
 
     model = With(lambda model, h: h)
     model.spare = torch.nn.Linear(2, 2).requires_grad_(False)
-    with pytest.raises(ValueError, match="layer 'spare' is exchanged for another one, or taken"):
+    with pytest.raises(ValueError, match="layer 'spare' is exchanged for another one, taken"):
         Clipper(1.0).bind(model, loss).clip(records())

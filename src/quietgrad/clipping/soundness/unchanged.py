@@ -54,9 +54,8 @@ class Watch:
         self._bits = _bits_of(self._parameters) if thorough else {}
         self._modes = {module: module.training for module in modules_of(model)}
         self._layers = [
-            (path, module, dict(module._modules))
+            (path, module, dict(module._modules), type(module), vars(module).get("forward"))
             for path, module in named_modules_of(model)
-            if module._modules
         ]
         self._trained = {key: t.requires_grad for key, t in self._parameters.items()}
 
@@ -92,16 +91,24 @@ class Watch:
         return found
 
     def exchanged(self) -> str | None:
-        """A layer in whose place another one stands now, or none; all are where they were
-        afterwards. What came beside them is not looked at: modules are also made when they are
-        first needed.
+        """A layer in whose place another one stands now, or none, or that has another class or a
+        ``forward`` of its own; all are as they were afterwards. What came beside them is not looked
+        at: modules are also made when they are first needed.
         """
         found = None
-        for path, module, layers in self._layers:
+        for path, module, layers, kind, forward in self._layers:
             for local, layer in layers.items():
                 if module._modules.get(local) is not layer:
                     found = found or _dotted((path, local))
                     module._modules[local] = layer
+            if type(module) is not kind:
+                found = found or path
+                module.__class__ = kind
+            if vars(module).get("forward") is not forward:
+                found = found or path
+                vars(module).pop("forward", None)
+                if forward is not None:
+                    vars(module)["forward"] = forward
         return found
 
     def _is_same(self, key: tuple[str, str], now: Tensor | None) -> bool:
@@ -159,11 +166,11 @@ def unchanged(model: nn.Module, thorough: bool = False) -> Iterator[None]:
     if exchanged is not None:
         watch.put_back()
         raise StateChanged(
-            f"layer {exchanged!r} is exchanged for another one, or taken away, while the loss is "
-            "computed, and would stay so for other records, whose gradients would follow from "
-            "those that came before; it was put back, but what the model notes beside it was not: "
-            "load the model again, and choose its layers before the run (as BigBird's "
-            "attention_type='original_full')"
+            f"layer {exchanged!r} is exchanged for another one, taken away, or given another class "
+            "or forward, while the loss is computed, and would stay so for other records, whose "
+            "gradients would follow from those that came before; it was put back, but what the "
+            "model notes beside it was not: load the model again, and choose its layers before the "
+            "run (as BigBird's attention_type='original_full')"
         )
     switched = watch.switched()
     if switched is not None:
