@@ -132,7 +132,9 @@ def test_a_layer_that_accelerate_prepared(one: nn.Module) -> None:
     as used outside its module's call.
     """
     from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
 
+    AcceleratorState._reset_state(reset_partial_state=True)  # another test's, of this process
     torch.manual_seed(0)
     model = Accelerator(mixed_precision="bf16", cpu=True).prepare_model(one)
     batch = {"x": torch.randn(6, 4), "y": torch.randint(0, 3, (6,))}
