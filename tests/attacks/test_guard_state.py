@@ -136,6 +136,19 @@ def test_without_the_look_one_record_moves_all_later_ones(
     assert moved > 2 * 0.05
 
 
+def test_the_model_itself_is_named_where_its_forward_is_exchanged() -> None:
+    model = With(lambda model, h: h)
+
+    def loss(model: With, batch: dict[str, Tensor]) -> Tensor:
+        found = good(model, batch)
+        model.forward = type(model).forward.__get__(model)
+        return found
+
+    with pytest.raises(ValueError, match="layer 'the model' is exchanged"):
+        Clipper(1.0).bind(model, loss).clip(records())
+    assert "forward" not in vars(model)
+
+
 def test_a_layer_that_is_made_when_it_is_first_needed_is_allowed() -> None:
     def first(model: With, h: Tensor) -> Tensor:
         if not hasattr(model, "late"):

@@ -25,6 +25,9 @@ from quietgrad.tensors import is_spread, local_of
 SMALL_BYTES = 2**20
 
 
+THE_WHOLE = "the model"  # which has no path
+
+
 class StateChanged(ValueError):
     """A forward pass wrote into the model."""
 
@@ -102,10 +105,10 @@ class Watch:
                     found = found or _dotted((path, local))
                     module._modules[local] = layer
             if type(module) is not kind:
-                found = found or path
+                found = found or path or THE_WHOLE
                 module.__class__ = kind
             if vars(module).get("forward") is not forward:
-                found = found or path
+                found = found or path or THE_WHOLE
                 vars(module).pop("forward", None)
                 if forward is not None:
                     vars(module)["forward"] = forward
