@@ -19,6 +19,7 @@ from attacks.lazies import HIDDEN, PLACES, Pair, handles, mean_of, shifted
 from quietgrad.clipping import Clipper
 from quietgrad.clipping.soundness import guard
 from quietgrad.clipping.soundness.kept.snapshot import Snapshot
+from quietgrad.clipping.soundness.kept.switched import Switches
 
 REFUSED = "which example the model and the loss met first"
 
@@ -66,6 +67,7 @@ def test_without_the_look_one_record_moves_the_sum_by_more_than_the_clipping_nor
 
 def test_the_rest_of_the_guard_does_not_see_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(guard, "look_at_the_first", lambda *_: ())
+    monkeypatch.setattr(Switches, "begin", lambda *_: None)
     assert contribution(PLACES["list_in_a_closure"]) > 1.5
 
 

@@ -252,9 +252,7 @@ class BoundClipper:
     def _prepared(
         self, batch: Examples, step: int | None, always: bool = False
     ) -> Iterator[tuple[Layout, ExecutionChoice]]:
-        """Layout and execution choice, once the guard lets the batch through; inside, the model's
-        tensors must not change.
-        """
+        """Layout and execution choice, once the guard lets the batch through; it watches on."""
         refuse_model(self.model)
         layout = self._layout()
         self._limits(layout)
@@ -262,7 +260,10 @@ class BoundClipper:
             step, self._calls = self._calls, self._calls + 1
         subject = Subject(self.model, layout, self.per_example_loss, self._checkpointing)
         thorough = always or self._guard.is_early(subject, batch.groups.rows, step)
-        with naming_stacked(batch.records, batch.views), unchanged(self.model, thorough=thorough):
+        guarded = step if is_guarded(step) else None
+        watching = self._guard.switches.watching(subject, batch.rows, guarded, always)
+        named = naming_stacked(batch.records, batch.views)
+        with watching, named, unchanged(self.model, thorough=thorough):
             self._guard.begin(subject, batch.rows, None, self._any_of)
             how = self._choose(layout, batch)
             yield layout, self._guarded(subject, batch, how, step, always)

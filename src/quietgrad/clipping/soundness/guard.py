@@ -9,6 +9,7 @@ docs/clipping/guard.md.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
@@ -28,6 +29,7 @@ from quietgrad.clipping.soundness.kept.lazily import (
     require_unread,
 )
 from quietgrad.clipping.soundness.kept.own_seeds import require_draws_still_of_the_run
+from quietgrad.clipping.soundness.kept.switched import Switches
 from quietgrad.clipping.soundness.mixing import (
     FIRST,
     LATER,
@@ -92,10 +94,12 @@ class Guard:
 
     Attributes:
         public: records that need no protection, examined in place of the batch's own.
+        switches: what calls change in plain Python.
     """
 
     public: Batch | None = None
     _verdicts: dict[SubjectKey, _Verdict] = field(default_factory=dict)
+    switches: Switches = field(default_factory=Switches)
 
     def verdict_of(self, subject: Subject) -> _Verdict:
         """Of the trainable parameters and modes as they are now."""
@@ -128,6 +132,7 @@ class Guard:
             known.kept = look_at_the_first(subject, records, public)
             reached = batch if own is None else own
             require_no_other_records(subject, take(records, [0]), reached, any_of)
+            self.switches.begin(subject)
 
     def has_begun(self, subject: Subject) -> bool:
         """Whether ``begin`` has seen what it looks for."""
@@ -237,7 +242,9 @@ class Guard:
             ValueError: naming what mixes examples, escapes the capture or keeps something between
                 calls. The remedy is in it.
         """
-        decided = self._examined(subject, batch, size, step, captures, own, any_of)
+        public = self.public is not None
+        with self.switches.filled_by_public() if public else contextlib.nullcontext():
+            decided = self._examined(subject, batch, size, step, captures, own, any_of)
         self._note_precision(subject)
         return decided
 

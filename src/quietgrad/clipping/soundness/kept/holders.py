@@ -55,31 +55,31 @@ class HeldItems:
     """A list, deque, set, bytearray or dictionary."""
 
     def __init__(self, holder: Any) -> None:
-        self._holder = holder
-        self._kind = next(kind for kind in MUTABLE if isinstance(holder, kind))
-        self._items = self._now()
+        self.holder = holder
+        self.kind = next(kind for kind in MUTABLE if isinstance(holder, kind))
+        self.items = self._now()
 
     def _now(self) -> list[Any]:
-        if issubclass(self._kind, dict):
-            return [part for item in list(self._kind.items(self._holder)) for part in item]
-        return list(self._kind.__iter__(self._holder))
+        if issubclass(self.kind, dict):
+            return [part for item in list(self.kind.items(self.holder)) for part in item]
+        return list(self.kind.__iter__(self.holder))
 
     def changed(self) -> bool:
         now = self._now()
-        if self._kind is bytearray:
-            return now != self._items
-        return len(now) != len(self._items) or not _same(now, self._items)
+        if self.kind is bytearray:
+            return now != self.items
+        return len(now) != len(self.items) or not _same(now, self.items)
 
     def put_back(self) -> bool:
         if self.changed():
-            self._kind.clear(self._holder)
-            if issubclass(self._kind, dict):
-                for key, value in zip(self._items[::2], self._items[1::2], strict=True):
-                    self._kind.__setitem__(self._holder, key, value)
-            elif self._kind is set:
-                set.update(self._holder, self._items)
+            self.kind.clear(self.holder)
+            if issubclass(self.kind, dict):
+                for key, value in zip(self.items[::2], self.items[1::2], strict=True):
+                    self.kind.__setitem__(self.holder, key, value)
+            elif self.kind is set:
+                set.update(self.holder, self.items)
             else:
-                self._kind.extend(self._holder, self._items)
+                self.kind.extend(self.holder, self.items)
         return True
 
 
@@ -91,15 +91,15 @@ class HeldNames:
 
     def __init__(self, named: Named) -> None:
         self._named = named
-        self._values = {name: named.namespace.get(name, ABSENT) for name in named.names}
+        self.values = {name: named.namespace.get(name, ABSENT) for name in named.names}
 
     def changed(self) -> bool:
         now = self._named.namespace
-        return any(now.get(name, ABSENT) is not value for name, value in self._values.items())
+        return any(now.get(name, ABSENT) is not value for name, value in self.values.items())
 
     def put_back(self) -> bool:
         now = self._named.namespace
-        for name, value in self._values.items():
+        for name, value in self.values.items():
             if now.get(name, ABSENT) is value:
                 continue
             if value is ABSENT:
@@ -113,25 +113,25 @@ class HeldClass:
     """The attributes of a class, and those that it does not have yet."""
 
     def __init__(self, kind: type) -> None:
-        self._kind = kind
-        self._values = self._now()
+        self.kind = kind
+        self.values = self._now()
 
     def _now(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self._kind).items() if name[:2] != "__"}
+        return {name: value for name, value in vars(self.kind).items() if name[:2] != "__"}
 
     def changed(self) -> bool:
         now = self._now()
-        return now.keys() != self._values.keys() or any(
-            now[name] is not value for name, value in self._values.items()
+        return now.keys() != self.values.keys() or any(
+            now[name] is not value for name, value in self.values.items()
         )
 
     def put_back(self) -> bool:
         now = self._now()
-        for name in now.keys() - self._values.keys():
-            type.__delattr__(self._kind, name)
-        for name, value in self._values.items():
+        for name in now.keys() - self.values.keys():
+            type.__delattr__(self.kind, name)
+        for name, value in self.values.items():
             if now.get(name, ABSENT) is not value:
-                type.__setattr__(self._kind, name, value)
+                type.__setattr__(self.kind, name, value)
         return True
 
 
@@ -139,24 +139,24 @@ class HeldSlots:
     """Attributes of an object that has no dictionary of them."""
 
     def __init__(self, holder: Any, members: dict[str, Any]) -> None:
-        self._holder, self._members = holder, members
-        self._values = self._now()
+        self.holder, self._members = holder, members
+        self.values = self._now()
 
     def _now(self) -> dict[str, Any]:
-        return {name: slot_of(self._holder, member) for name, member in self._members.items()}
+        return {name: slot_of(self.holder, member) for name, member in self._members.items()}
 
     def changed(self) -> bool:
-        return not _same(self._now().values(), self._values.values())
+        return not _same(self._now().values(), self.values.values())
 
     def put_back(self) -> bool:
         now = self._now()
-        for name, value in self._values.items():
+        for name, value in self.values.items():
             if now[name] is value:
                 continue
             if value is ABSENT:
-                self._members[name].__delete__(self._holder)
+                self._members[name].__delete__(self.holder)
             else:
-                self._members[name].__set__(self._holder, value)
+                self._members[name].__set__(self.holder, value)
         return True
 
 
@@ -172,14 +172,14 @@ class HeldCell:
     """A variable that a function closes over."""
 
     def __init__(self, cell: types.CellType) -> None:
-        self._cell, self._value = cell, content_of(cell)
+        self._cell, self.value = cell, content_of(cell)
 
     def changed(self) -> bool:
-        return content_of(self._cell) is not self._value
+        return content_of(self._cell) is not self.value
 
     def put_back(self) -> bool:
-        if self._value is not ABSENT:
-            self._cell.cell_contents = self._value
+        if self.value is not ABSENT:
+            self._cell.cell_contents = self.value
         elif self.changed():
             del self._cell.cell_contents
         return True
@@ -198,15 +198,15 @@ class HeldDefaults:
 
     def __init__(self, function: types.FunctionType) -> None:
         self._function = function
-        self._values = (function.__defaults__, function.__kwdefaults__)
+        self.values = (function.__defaults__, function.__kwdefaults__)
 
     def changed(self) -> bool:
         now = (self._function.__defaults__, self._function.__kwdefaults__)
-        return not _same(now, self._values)
+        return not _same(now, self.values)
 
     def put_back(self) -> bool:
         if self.changed():
-            self._function.__defaults__, self._function.__kwdefaults__ = self._values
+            self._function.__defaults__, self._function.__kwdefaults__ = self.values
         return True
 
 
@@ -219,13 +219,13 @@ class HeldTensor:
     """
 
     def __init__(self, tensor: Tensor, copied: bool) -> None:
-        self._tensor, self._version = tensor, version_of(tensor)
-        self._copy = tensor.detach().clone() if copied else None
+        self.tensor, self._version = tensor, version_of(tensor)
+        self._copy, self.is_copied = tensor.detach().clone() if copied else None, copied
 
     def changed(self) -> bool:
-        if version_of(self._tensor) != self._version:
-            return self._copy is None or not equal_contents(self._copy, self._tensor)
-        return self._copy is not None and not equal_contents(self._copy, self._tensor)
+        if version_of(self.tensor) != self._version:
+            return self._copy is None or not equal_contents(self._copy, self.tensor)
+        return self._copy is not None and not equal_contents(self._copy, self.tensor)
 
     def put_back(self) -> bool:
         if not self.changed():
@@ -233,10 +233,10 @@ class HeldTensor:
         if self._copy is None:
             return False
         with torch.no_grad():
-            if self._copy.shape == self._tensor.shape and self._copy.dtype == self._tensor.dtype:
-                self._tensor.data.copy_(self._copy)
+            if self._copy.shape == self.tensor.shape and self._copy.dtype == self.tensor.dtype:
+                self.tensor.data.copy_(self._copy)
             else:
-                self._tensor.data = self._copy.clone()
+                self.tensor.data = self._copy.clone()
         return True
 
 
@@ -244,14 +244,15 @@ class HeldArray:
     """A numpy array's numbers; small ones are copied."""
 
     def __init__(self, array: Any, copied: bool) -> None:
-        self._array, self._copy = array, array.copy() if copied else None
+        self.array, self.is_copied = array, copied
+        self._copy = array.copy() if copied else None
 
     def changed(self) -> bool:
-        return self._copy is not None and self._array.tobytes() != self._copy.tobytes()
+        return self._copy is not None and self.array.tobytes() != self._copy.tobytes()
 
     def put_back(self) -> bool:
         if self.changed():
-            self._array[...] = self._copy
+            self.array[...] = self._copy
         return True
 
 

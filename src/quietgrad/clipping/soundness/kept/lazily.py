@@ -111,20 +111,20 @@ def _compare(
         return places
     if public:
         return ()  # it is filled by these, and stays
-    raise KeepsFirst(_FIRST.format(_named(places)))
+    raise KeepsFirst(_FIRST.format(named(places)))
 
 
-class _Passes(NamedTuple):
+class Passes(NamedTuple):
     """Loss and gradient of one record."""
 
     losses: Tensor
     gradient: Tensor
 
     @classmethod
-    def of(cls, one: Batch, subject: Subject) -> _Passes:
+    def of(cls, one: Batch, subject: Subject) -> Passes:
         return cls(subject.losses(one), subject.plain_prints(one))
 
-    def agree(self, other: _Passes, subject: Subject) -> bool:
+    def agree(self, other: Passes, subject: Subject) -> bool:
         again = subject.tolerance(self.losses).again
         return close(other.losses, self.losses, again, again) and are_same_gradients(
             self.gradient, other.gradient, 10 * again
@@ -133,7 +133,7 @@ class _Passes(NamedTuple):
 
 def _after(
     first: Batch, then: Batch, subject: Subject, still: CommonRandomness, before: Snapshot
-) -> tuple[_Passes, Contents, Seeds]:
+) -> tuple[Passes, Contents, Seeds]:
     """A record's loss and gradient where another one came first; what that one left, and what
     random numbers were seeded with while it went through.
     """
@@ -144,10 +144,10 @@ def _after(
         subject.plain_prints(first)
     seeds = frozenset(subject.seeds | still.seeds), frozenset(noted)
     left = contents(subject.model, subject.per_example_loss)
-    passes = _Passes.of(then, subject)
+    passes = Passes.of(then, subject)
     fixed = before.put_back()
     if fixed:
-        raise KeepsFirst(_LARGE.format(fixed[0]))
+        raise KeepsFirst(TOO_LARGE.format(fixed[0]))
     return passes, left, seeds
 
 
@@ -164,7 +164,7 @@ def require_unread(subject: Subject, one: Batch, places: Places, any_of: AnyOf =
         return
     before = Snapshot(subject.model, subject.per_example_loss)
     if not _is_unread(subject, one, before, lambda: before.disturb(places), any_of):
-        raise KeepsFirst(_LATER.format(_named(places)))
+        raise KeepsFirst(_LATER.format(named(places)))
 
 
 def require_no_other_records(
@@ -191,7 +191,7 @@ def require_no_other_records(
         return any([before.disturb_one(found.thing) for found in shared])
 
     if not _is_unread(subject, one, before, disturb, any_of):
-        raise Mixes(_CLOSED.format(_named(tuple(found.place for found in shared))))
+        raise Mixes(_CLOSED.format(named(tuple(found.place for found in shared))))
 
 
 def _is_unread(
@@ -199,12 +199,12 @@ def _is_unread(
 ) -> bool:
     try:
         with CommonRandomness():
-            passes = _Passes.of(one, subject)
+            passes = Passes.of(one, subject)
             before.put_back()
             if not any_of(disturb()):
                 return True
             try:
-                same = passes.agree(_Passes.of(one, subject), subject)
+                same = passes.agree(Passes.of(one, subject), subject)
             except Exception:  # it runs on what is there, and not on anything else
                 return False
             return not any_of(not same)
@@ -212,26 +212,26 @@ def _is_unread(
         before.put_back()
 
 
-def _named(places: Places) -> str:
+def named(places: Places) -> str:
     if not places:
         return "something that they keep (a functools cache, a file, a foreign library's object)"
     return " or ".join(places[:3])
 
 
-_REMEDY = (
+REMEDY = (
     "compute it from public records before the run and keep it fixed, or make it of each record "
     "alone"
 )
 _FIRST = (
     "the loss of one example depends on which example the model and the loss met first: {} keeps "
     "something between calls that was made of the first records, so every record's contribution "
-    f"depends on theirs, at this release and at all later ones; {_REMEDY} "
+    f"depends on theirs, at this release and at all later ones; {REMEDY} "
     "(run.check(model, loss, public_records) before the first batch fills it from public ones). It "
     "was put back as it was"
 )
 _LATER = (
     "the loss of one example depends on earlier ones: {} keeps something between calls that was "
-    f"gathered from records, and is read now; {_REMEDY}"
+    f"gathered from records, and is read now; {REMEDY}"
 )
 _SEEDED = (
     "random numbers are seeded from the records (torch.manual_seed, a generator of its own, "
@@ -243,7 +243,7 @@ _CLOSED = (
     "the loss of one example depends on other examples: it reads the batch itself, through {}; "
     "let it read the records that it is given, per_example_loss(model, records), and no others"
 )
-_LARGE = (
+TOO_LARGE = (
     "{} changes while the loss is computed, and is too large to be put back, or another model's "
-    f"parameter: what it keeps of one record may reach the loss of another; {_REMEDY}"
+    f"parameter: what it keeps of one record may reach the loss of another; {REMEDY}"
 )

@@ -8,7 +8,7 @@ import functools
 import sys
 import types
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -45,42 +45,22 @@ MOST_BYTES = 2**26
 
 
 class Snapshot:
-    """The plain state of a model and a loss, as it was when this was made."""
+    """The plain state of a model and a loss, as it was when this was made.
 
-    def __init__(self, model: nn.Module, loss: Any) -> None:
-        self._left = MOST_BYTES
-        self._held: list[tuple[str, Held]] = []
+    Attributes:
+        held: what was found, and how it is put back.
+    """
+
+    def __init__(self, model: nn.Module, loss: Any, most_bytes: int | None = None) -> None:
+        self._left = MOST_BYTES if most_bytes is None else most_bytes
+        self.held: list[tuple[Found, Held]] = []
         self._found = list(reachable(model, loss))
         self._copied: set[int] = set()
         self._disturbed: list[tuple[Tensor, Tensor]] = []
         for found in self._found:
-            held = self._hold(found)
+            held = held_of(found, self._fits)
             if held is not None:
-                self._held.append((found.place, held))
-
-    def _hold(self, found: Found) -> Held | None:
-        thing, kind = found.thing, type(found.thing)
-        if isinstance(thing, Attributes):
-            return HeldItems(thing.inside)
-        if isinstance(thing, Named):
-            return HeldNames(thing)
-        if issubclass(kind, MUTABLE):
-            return HeldItems(thing)
-        if issubclass(kind, Tensor):
-            plain = kind is Tensor and thing.layout is torch.strided and not thing.is_meta
-            size = thing.numel() * thing.element_size()
-            return HeldTensor(thing, plain and self._fits(thing, size))
-        if _is_array(thing):
-            return HeldArray(thing, thing.dtype != object and self._fits(thing, thing.nbytes))
-        simple = _SIMPLE.get(kind)
-        if simple is not None:
-            return simple(thing)
-        if is_generator(thing):
-            return HeldGenerator(thing)
-        if issubclass(kind, type):
-            return None if is_of_a_library(thing) else HeldClass(thing)
-        slots = slots_of(kind)
-        return HeldSlots(thing, slots) if slots else None
+                self.held.append((found, held))
 
     def _fits(self, thing: Any, size: int) -> bool:
         if size > self._left:
@@ -91,18 +71,18 @@ class Snapshot:
 
     def changed(self) -> list[str]:
         """Names of places that are not as they were, nearest first."""
-        return list(dict.fromkeys(place for place, held in self._held if held.changed()))
+        return list(dict.fromkeys(found.place for found, held in self.held if held.changed()))
 
     def put_back(self) -> list[str]:
         """Puts everything back; returns the names of places where that was not possible."""
         while self._disturbed:
             tensor, before = self._disturbed.pop()
             tensor.data = before
-        return [place for place, held in self._held if not held.put_back()]
+        return [found.place for found, held in self.held if not held.put_back()]
 
     def put_back_generators(self) -> None:
         """Puts back where generators of random numbers stood, and nothing else."""
-        for _, held in self._held:
+        for _, held in self.held:
             if isinstance(held, HeldGenerator):
                 held.put_back()
 
@@ -110,8 +90,8 @@ class Snapshot:
         """Names of generators of random numbers that do not stand where they stood; torch's,
         numpy's and Python's own aside.
         """
-        held = [(place, one) for place, one in self._held if isinstance(one, HeldGenerator)]
-        return [place for place, one in held if not one.is_default() and one.changed()]
+        held = [(found, one) for found, one in self.held if isinstance(one, HeldGenerator)]
+        return [found.place for found, one in held if not one.is_default() and one.changed()]
 
     def sharing(self, records: Iterable[Tensor]) -> list[Found]:
         """Tensors that lie where these records lie."""
@@ -172,6 +152,37 @@ class Snapshot:
                 thing[key] = _other(value)
             return bool(numbers)
         return False
+
+
+def held_of(found: Found, fits: Callable[[Any, int], bool]) -> Held | None:
+    """How what was found is put back; None for what holds nothing itself.
+
+    Args:
+        found: which.
+        fits: whether a tensor or an array of so many bytes may be copied.
+    """
+    thing, kind = found.thing, type(found.thing)
+    if isinstance(thing, Attributes):
+        return HeldItems(thing.inside)
+    if isinstance(thing, Named):
+        return HeldNames(thing)
+    if issubclass(kind, MUTABLE):
+        return HeldItems(thing)
+    if issubclass(kind, Tensor):
+        plain = kind is Tensor and thing.layout is torch.strided and not thing.is_meta
+        size = thing.numel() * thing.element_size()
+        return HeldTensor(thing, plain and fits(thing, size))
+    if _is_array(thing):
+        return HeldArray(thing, thing.dtype != object and fits(thing, thing.nbytes))
+    simple = _SIMPLE.get(kind)
+    if simple is not None:
+        return simple(thing)
+    if is_generator(thing):
+        return HeldGenerator(thing)
+    if issubclass(kind, type):
+        return None if is_of_a_library(thing) else HeldClass(thing)
+    slots = slots_of(kind)
+    return HeldSlots(thing, slots) if slots else None
 
 
 def _other(number: Any) -> Any:

@@ -1,0 +1,253 @@
+"""A switch in plain Python that a record throws for good: an attribute, an option, a list, a
+variable of the loss, a hook that a forward pass registers.
+
+All records that come later find it thrown, alone and in company, so no comparison of records shows
+it. Compared is, therefore, with the state from before: what model and loss keep is noted at every
+call, and where a call changes a place for the first, second, fourth, ... time, or to a kind of
+value that the place never held, a few records go through both states. If their losses or gradients
+differ, the batch is refused before it is released, and the old state put back. Else the change
+stays: counts, lists and tables that nobody reads are the user's.
+
+Cost: half a millisecond a call for two hundred layers; a look, some twenty passes of one record.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Iterator
+
+from torch import Tensor
+
+from quietgrad.clipping.soundness.company.lengths import longest, positions_of
+from quietgrad.clipping.soundness.held_still import CommonRandomness
+from quietgrad.clipping.soundness.kept.holders import HeldArray, HeldTensor
+from quietgrad.clipping.soundness.kept.lazily import (
+    REMEDY,
+    TOO_LARGE,
+    KeepsFirst,
+    Passes,
+    named,
+)
+from quietgrad.clipping.soundness.kept.news import news_of
+from quietgrad.clipping.soundness.kept.snapshot import Snapshot
+from quietgrad.clipping.soundness.kept.standing import Change, Standing, with_changes_of
+from quietgrad.clipping.soundness.records import spread, take, with_companions
+from quietgrad.clipping.soundness.subject import Subject
+from quietgrad.clipping.soundness.unchanged import unchanged
+from quietgrad.tensors import Batch, batch_size_of, map_tensors
+
+# Records that are looked at.
+FEW = 3
+# Kinds of value of one name that are each looked at, names of one place that are told apart.
+MOST_KINDS = 32
+MOST_NAMES = 256
+# Calls of a single record, beside made-up ones, after which a change stays without a second record.
+MOST_ALONE = 8
+
+
+class Switches:
+    """What was changed by records, of one model and loss, and not looked at yet."""
+
+    def __init__(self) -> None:
+        self._standing: Standing | None = None
+        self._public = False
+        self._open: dict[Hashable, Change] = {}
+        self._times: Counter[tuple[str, str]] = Counter()
+        self._kinds: defaultdict[tuple[str, str], set[Hashable]] = defaultdict(set)
+        self._names: defaultdict[str, set[str]] = defaultdict(set)
+        self._due = False
+        self._alone = 0
+        self._guarded_step: int | None = None
+
+    def begin(self, subject: Subject) -> None:
+        """Notes what is there before the first record; of models that are whole on this process."""
+        if self._standing is None and _is_whole(subject):
+            self._standing = Standing(subject.model, subject.per_example_loss)
+
+    @contextlib.contextmanager
+    def watching(
+        self, subject: Subject, records: Batch, guarded_step: int | None, public: bool = False
+    ) -> Iterator[None]:
+        """Sees that what the block's records change for good matters to nobody's contribution; from
+        ``begin`` on, which may be in the block.
+
+        Args:
+            subject: model and loss.
+            records: of the block.
+            guarded_step: number of the release if it is a guarded one: all changes that wait are
+                looked at.
+            public: whether the block's records may change what they like.
+
+        Raises:
+            KeepsFirst: naming the place, which was put back.
+        """
+        self._accept()
+        self._public = public
+        try:
+            yield
+        finally:
+            self._note()
+        guarded = guarded_step is not None and guarded_step != self._guarded_step
+        if self._open and (self._due or guarded) and batch_size_of(records):
+            self._guarded_step = guarded_step if guarded else self._guarded_step
+            self._look(subject, records)
+
+    @contextlib.contextmanager
+    def filled_by_public(self) -> Iterator[None]:
+        """What the block changes was made of public records, and stays."""
+        self._note()
+        try:
+            yield
+        finally:
+            self._accept()
+
+    def _changes(self) -> dict[Hashable, Change]:
+        return {} if self._standing is None else self._standing.changes()
+
+    def _accept(self) -> None:
+        """What changed outside of calls is the caller's, and stays."""
+        for key, change in self._changes().items():
+            waiting = self._open.get(key)
+            if waiting is not None:
+                before = with_changes_of(waiting.before, change)
+                if before is None:
+                    del self._open[key]
+                else:
+                    self._open[key] = waiting._replace(before=before)
+
+    def _note(self) -> None:
+        """What changed while records went through."""
+        if self._public:
+            return self._accept()
+        for key, change in self._changes().items():
+            waiting = self._open.get(key, change)
+            self._open[key] = change._replace(before=waiting.before)
+            self._due = self._is_news(change) or self._due
+
+    def _is_news(self, change: Change) -> bool:
+        kinds_by_name: defaultdict[str, set[Hashable]] = defaultdict(set)
+        for name, kind in news_of(change.before, change.now):
+            kinds_by_name[self._told_apart(change.place, name)].add(kind)
+        found = False
+        for name, kinds in (kinds_by_name or {"": set()}).items():
+            key = (change.place, name)
+            self._times[key] += 1
+            new = kinds - self._kinds[key] if len(self._kinds[key]) < MOST_KINDS else set()
+            self._kinds[key] |= new
+            found = found or bool(new) or self._times[key].bit_count() == 1
+        return found
+
+    def _told_apart(self, place: str, name: str) -> str:
+        names = self._names[place]
+        if len(names) < MOST_NAMES:
+            names.add(name)
+        return name if name in names else ""
+
+    def _look(self, subject: Subject, records: Batch) -> None:
+        """Sees that losses and gradients are the same as they would be with the state from before.
+
+        Args:
+            subject: model and loss.
+            records: of the call that made the change, at least one.
+
+        Raises:
+            KeepsFirst: naming the place; the state from before was put back.
+        """
+        changes = list(self._open.values())
+        places = tuple(dict.fromkeys(change.place for change in changes))
+        after = Snapshot(subject.model, subject.per_example_loss)
+        try:
+            with CommonRandomness():
+                same = all(
+                    _are_same(subject, one, changes, after) for one in _looked_at(subject, records)
+                )
+        except KeepsFirst:
+            self._put_back(changes)
+            raise
+        finally:
+            after.put_back()
+        if not same:
+            self._put_back(changes)
+            raise KeepsFirst(_SWITCHED.format(named(places)))
+        self._walk()
+        self._alone = self._alone + 1 if batch_size_of(records) == 1 else MOST_ALONE
+        if self._alone >= MOST_ALONE:
+            self._settled()
+
+    def _put_back(self, changes: list[Change]) -> None:
+        for change in changes:
+            change.before.put_back()
+        self._walk()
+        self._settled()
+
+    def _walk(self) -> None:
+        if self._standing is not None:
+            self._standing.walk()
+
+    def _settled(self) -> None:
+        self._open, self._due, self._alone = {}, False, 0
+
+
+def _is_whole(subject: Subject) -> bool:
+    return subject.layout.spread is None and subject.layout.cut is None
+
+
+def _looked_at(subject: Subject, records: Batch) -> Iterator[Batch]:
+    """A few records, each alone, whole and cut to half of its length; of a single one also others
+    that are made of it.
+    """
+    count = batch_size_of(records)
+    made = with_companions(records, FEW) if count == 1 else None
+    few = take(records, spread(count, FEW)) if made is None else made
+    for row in range(batch_size_of(few)):
+        one = take(few, [row])
+        yield one
+        half = _half(one)
+        if half is not None:
+            yield half
+
+
+def _half(one: Batch) -> Batch | None:
+    whole = longest(one)
+    if whole < 2:
+        return None
+
+    def cut(t: Tensor) -> Tensor:
+        axis = positions_of(t)
+        return t.narrow(axis, 0, whole // 2) if axis and t.shape[axis] == whole else t
+
+    return map_tensors(one, cut)
+
+
+def _are_same(subject: Subject, one: Batch, changes: list[Change], after: Snapshot) -> bool:
+    """Whether a record's loss and gradient are the same in both states. A made-up or shorter one
+    may be impossible in both, which shows nothing.
+    """
+    after.put_back()
+    now = _passes(subject, one)
+    after.put_back()
+    for change in changes:
+        if not change.before.put_back() and isinstance(change.before, HeldTensor | HeldArray):
+            raise KeepsFirst(TOO_LARGE.format(change.place))
+    before = _passes(subject, one)
+    if now is None or before is None:
+        return now is before
+    return now.agree(before, subject)
+
+
+def _passes(subject: Subject, one: Batch) -> Passes | None:
+    try:
+        with unchanged(subject.model), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return Passes.of(one, subject)
+    except Exception:
+        return None
+
+
+_SWITCHED = (
+    "the loss of one example depends on earlier ones: {} was changed while records went through, "
+    "and would stay so for all later ones, whose losses or gradients are others with what it held "
+    f"before; {REMEDY}. It was put back as it was"
+)
