@@ -149,6 +149,30 @@ def test_what_is_another_one_with_each_call_is_looked_at_again_at_guarded_releas
         bound.clip(records(), step=255)
 
 
+def test_a_change_is_looked_at_once_so_many_records_went_by(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A switch that the third rare record throws: a third change, to a kind that was known."""
+    rare = [0]
+
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        found = good(model, other(batch) if rare[0] > 2 else batch)
+        rare[0] += is_rare(batch["x"])
+        return found
+
+    bound = Clipper(0.2).bind(small(), loss)
+    for step in (0, 4, 5):
+        bound.clip(with_rare(records()) if step else records(), step=step)
+    bound.clip(with_rare(records()), step=6)
+    assert rare == [3]  # not seen yet
+    monkeypatch.setattr("quietgrad.clipping.soundness.kept.switched.PAUSE", RECORDS)
+    with pytest.raises(ValueError, match=REFUSED):
+        bound.clip(records(), step=8)
+    assert rare == [2]
+    with pytest.raises(ValueError, match=REFUSED):  # from then on in the call itself
+        bound.clip(with_rare(records()), step=9)
+
+
 @pytest.mark.parametrize("engine", ENGINES)
 def test_what_is_kept_for_one_length_is_refused_where_others_would_read_it(engine: str) -> None:
     """The first batch's length, to which every later record is brought: by a shorter record."""
@@ -266,6 +290,25 @@ def test_public_records_may_throw_it() -> None:
     for step in range(6):
         bound.clip(records(), step=step)
     assert kept["mode"] == "other"
+
+
+def test_records_that_are_not_the_first_are_looked_at_too() -> None:
+    """A switch that matters to some records alone."""
+    seen: list[int] = []
+
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        found = good(model, batch)
+        if is_rare(batch["x"]):
+            seen.append(1)
+        matters = (batch["y"] == 2) & bool(seen)
+        return torch.where(matters, 3 * found, found)
+
+    bound = Clipper(0.2).bind(small(), loss)
+    batch = records()
+    batch["y"] = torch.tensor([0] * 10 + [2] * 3 + [0] * 11)
+    bound.clip(batch, step=0)
+    with pytest.raises(ValueError, match=REFUSED):
+        bound.clip(with_rare(batch), step=4)
 
 
 def test_messages_tell_the_place_and_nothing_of_a_record() -> None:

@@ -261,7 +261,7 @@ class BoundClipper:
         subject = Subject(self.model, layout, self.per_example_loss, self._checkpointing)
         thorough = always or self._guard.is_early(subject, batch.groups.rows, step)
         guarded = step if is_guarded(step) else None
-        watching = self._guard.switches.watching(subject, batch.rows, guarded, always)
+        watching = self._guard.switches.watching(subject, batch.rows, guarded, always, self._any_of)
         named = naming_stacked(batch.records, batch.views)
         with watching, named, unchanged(self.model, thorough=thorough):
             self._guard.begin(subject, batch.rows, None, self._any_of)

@@ -3,12 +3,14 @@ variable of the loss, a hook that a forward pass registers.
 
 All records that come later find it thrown, alone and in company, so no comparison of records shows
 it. Compared is, therefore, with the state from before: what model and loss keep is noted at every
-call, and where a call changes a place for the first, second, fourth, ... time, or to a kind of
-value that the place never held, a few records go through both states. If their losses or gradients
-differ, the batch is refused before it is released, and the old state put back. Else the change
-stays: counts, lists and tables that nobody reads are the user's.
+call, and where a call changes a place for the first, second, fourth, ... time, to a kind of value
+that the place never held, or a few thousand records after the place was looked at, some records go
+through both states. If their losses or gradients differ, the batch is refused before it is
+released, and the old state put back. Else the change stays: counts, lists and tables that nobody
+reads are the user's.
 
-Cost: half a millisecond a call for two hundred layers; a look, some twenty passes of one record.
+Cost: half a millisecond a call for two hundred layers. A look is some forty passes of one record,
+and a place that changes at every call is looked at after every ``PAUSE`` records.
 """
 
 from __future__ import annotations
@@ -16,16 +18,20 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
+from functools import partial
+from typing import cast
 
 from torch import Tensor
 
+from quietgrad.clipping.soundness.company.differences import close
 from quietgrad.clipping.soundness.company.lengths import longest, positions_of
 from quietgrad.clipping.soundness.held_still import CommonRandomness
 from quietgrad.clipping.soundness.kept.holders import HeldArray, HeldTensor
 from quietgrad.clipping.soundness.kept.lazily import (
     REMEDY,
     TOO_LARGE,
+    AnyOf,
     KeepsFirst,
     Passes,
     named,
@@ -38,8 +44,12 @@ from quietgrad.clipping.soundness.subject import Subject
 from quietgrad.clipping.soundness.unchanged import unchanged
 from quietgrad.tensors import Batch, batch_size_of, map_tensors
 
-# Records that are looked at.
+# Records that are looked at; of them, by their gradients and cut to half their length, too.
+MANY = 8
 FEW = 3
+# Records after which a change is looked at again, however often the place changes: some forty
+# passes are half a per cent of them.
+PAUSE = 8_000
 # Kinds of value of one name that are each looked at, names of one place that are told apart.
 MOST_KINDS = 32
 MOST_NAMES = 256
@@ -57,6 +67,9 @@ class Switches:
         self._times: Counter[tuple[str, str]] = Counter()
         self._kinds: defaultdict[tuple[str, str], set[Hashable]] = defaultdict(set)
         self._names: defaultdict[str, set[str]] = defaultdict(set)
+        self._records = 0
+        self._looked_at: dict[tuple[str, str], int] = {}  # number of records that had come by then
+        self._waiting: set[tuple[str, str]] = set()
         self._due = False
         self._alone = 0
         self._guarded_step: int | None = None
@@ -68,7 +81,12 @@ class Switches:
 
     @contextlib.contextmanager
     def watching(
-        self, subject: Subject, records: Batch, guarded_step: int | None, public: bool = False
+        self,
+        subject: Subject,
+        records: Batch,
+        guarded_step: int | None,
+        public: bool = False,
+        any_of: AnyOf = bool,
     ) -> Iterator[None]:
         """Sees that what the block's records change for good matters to nobody's contribution; from
         ``begin`` on, which may be in the block.
@@ -79,6 +97,7 @@ class Switches:
             guarded_step: number of the release if it is a guarded one: all changes that wait are
                 looked at.
             public: whether the block's records may change what they like.
+            any_of: asks the processes that make every pass together, of the same records.
 
         Raises:
             KeepsFirst: naming the place, which was put back.
@@ -89,10 +108,16 @@ class Switches:
             yield
         finally:
             self._note()
+        count = batch_size_of(records)
+        self._records += count
         guarded = guarded_step is not None and guarded_step != self._guarded_step
-        if self._open and (self._due or guarded) and batch_size_of(records):
+        if any_of(bool(self._open and count) and (guarded or self._is_due())):
             self._guarded_step = guarded_step if guarded else self._guarded_step
-            self._look(subject, records)
+            self._look(subject, records, any_of)
+
+    def _is_due(self) -> bool:
+        long_ago = self._records - PAUSE
+        return self._due or any(self._looked_at.get(key, 0) < long_ago for key in self._waiting)
 
     @contextlib.contextmanager
     def filled_by_public(self) -> Iterator[None]:
@@ -133,6 +158,7 @@ class Switches:
         found = False
         for name, kinds in (kinds_by_name or {"": set()}).items():
             key = (change.place, name)
+            self._waiting.add(key)
             self._times[key] += 1
             new = kinds - self._kinds[key] if len(self._kinds[key]) < MOST_KINDS else set()
             self._kinds[key] |= new
@@ -145,12 +171,13 @@ class Switches:
             names.add(name)
         return name if name in names else ""
 
-    def _look(self, subject: Subject, records: Batch) -> None:
+    def _look(self, subject: Subject, records: Batch, any_of: AnyOf) -> None:
         """Sees that losses and gradients are the same as they would be with the state from before.
 
         Args:
             subject: model and loss.
             records: of the call that made the change, at least one.
+            any_of: asks the processes that make every pass together.
 
         Raises:
             KeepsFirst: naming the place; the state from before was put back.
@@ -160,8 +187,9 @@ class Switches:
         after = Snapshot(subject.model, subject.per_example_loss)
         try:
             with CommonRandomness():
-                same = all(
-                    _are_same(subject, one, changes, after) for one in _looked_at(subject, records)
+                same = not any(
+                    any_of(not _are_same(subject, passes, changes, after))
+                    for passes in _passes_of(subject, records)
                 )
         except KeepsFirst:
             self._put_back(changes)
@@ -172,6 +200,7 @@ class Switches:
             self._put_back(changes)
             raise KeepsFirst(_SWITCHED.format(named(places)))
         self._walk()
+        self._looked_at |= dict.fromkeys(self._waiting, self._records)
         self._alone = self._alone + 1 if batch_size_of(records) == 1 else MOST_ALONE
         if self._alone >= MOST_ALONE:
             self._settled()
@@ -187,26 +216,28 @@ class Switches:
             self._standing.walk()
 
     def _settled(self) -> None:
-        self._open, self._due, self._alone = {}, False, 0
+        self._open, self._waiting, self._due, self._alone = {}, set(), False, 0
 
 
 def _is_whole(subject: Subject) -> bool:
-    return subject.layout.spread is None and subject.layout.cut is None
+    return subject.layout.spread is None
 
 
-def _looked_at(subject: Subject, records: Batch) -> Iterator[Batch]:
-    """A few records, each alone, whole and cut to half of its length; of a single one also others
-    that are made of it.
+def _passes_of(subject: Subject, records: Batch) -> Iterator[Callable[[], Tensor | Passes]]:
+    """Some records, each alone: a few by loss and gradient, whole and cut to half of their length,
+    others by loss. Of a single record also others that are made of it.
     """
     count = batch_size_of(records)
     made = with_companions(records, FEW) if count == 1 else None
-    few = take(records, spread(count, FEW)) if made is None else made
-    for row in range(batch_size_of(few)):
-        one = take(few, [row])
-        yield one
+    some = take(records, spread(count, MANY)) if made is None else made
+    for row in range(batch_size_of(some)):
+        one = take(some, [row])
+        if row >= FEW:
+            yield partial(subject.losses, one)
+            continue
         half = _half(one)
-        if half is not None:
-            yield half
+        for each in (one,) if half is None else (one, half):
+            yield partial(Passes.of, each, subject)
 
 
 def _half(one: Batch) -> Batch | None:
@@ -221,27 +252,35 @@ def _half(one: Batch) -> Batch | None:
     return map_tensors(one, cut)
 
 
-def _are_same(subject: Subject, one: Batch, changes: list[Change], after: Snapshot) -> bool:
-    """Whether a record's loss and gradient are the same in both states. A made-up or shorter one
-    may be impossible in both, which shows nothing.
+def _are_same(
+    subject: Subject,
+    passes: Callable[[], Tensor | Passes],
+    changes: list[Change],
+    after: Snapshot,
+) -> bool:
+    """Whether passes give the same in both states. Those of a made-up or shorter record may be
+    impossible in both, which shows nothing.
     """
     after.put_back()
-    now = _passes(subject, one)
+    now = _result(subject, passes)
     after.put_back()
     for change in changes:
         if not change.before.put_back() and isinstance(change.before, HeldTensor | HeldArray):
             raise KeepsFirst(TOO_LARGE.format(change.place))
-    before = _passes(subject, one)
+    before = _result(subject, passes)
     if now is None or before is None:
         return now is before
-    return now.agree(before, subject)
+    if isinstance(now, Passes) and isinstance(before, Passes):
+        return now.agree(before, subject)
+    again = subject.tolerance(cast(Tensor, now)).again
+    return close(cast(Tensor, now), cast(Tensor, before), again, again)
 
 
-def _passes(subject: Subject, one: Batch) -> Passes | None:
+def _result(subject: Subject, passes: Callable[[], Tensor | Passes]) -> Tensor | Passes | None:
     try:
         with unchanged(subject.model), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return Passes.of(one, subject)
+            return passes()
     except Exception:
         return None
 
