@@ -259,9 +259,9 @@ class BoundClipper:
         if step is None:
             step, self._calls = self._calls, self._calls + 1
         subject = Subject(self.model, layout, self.per_example_loss, self._checkpointing)
-        thorough = always or self._guard.is_early(subject, batch.groups.rows, step)
-        guarded = step if is_guarded(step) else None
-        watching = self._guard.switches.watching(subject, batch.rows, guarded, always, self._any_of)
+        guard, count = self._guard, batch.groups.rows
+        thorough = always or guard.is_early(subject, count, step)
+        watching = guard.watching(subject, count, lambda: batch.rows, step, always, self._any_of)
         named = naming_stacked(batch.records, batch.views)
         with watching, named, unchanged(self.model, thorough=thorough):
             self._guard.begin(subject, batch.rows, None, self._any_of)

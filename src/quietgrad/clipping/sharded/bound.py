@@ -15,7 +15,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from itertools import zip_longest
 
 import torch
@@ -111,7 +113,8 @@ class ShardedClipper(BoundClipper):
         try:
             for own, rows in self._rounds(parts, company):
                 early = self._guard.is_early(self._subject(layout), max(rows), step)
-                with unchanged(self.model, thorough=early):
+                watching = self._watching(layout, own, rows, step, company)
+                with watching, unchanged(self.model, thorough=early):
                     size = self._size_of_passes(layout, own, rows, step, company)
                     times = self._guard.least_times(self.model, layout.parameters)  # once looked at
                     work = replace(work, least_times=times)
@@ -236,6 +239,20 @@ class ShardedClipper(BoundClipper):
         self._was_examined(subject, shared)
         company.told("guard", 0, f"together {together}")
         return asked if together else 1
+
+    def _watching(
+        self,
+        layout: Layout,
+        own: Examples | None,
+        rows: list[int],
+        step: int,
+        company: Company,
+    ) -> AbstractContextManager[None]:
+        """Of one round: what any rank's records switch for good, all ranks look at."""
+        most = max(rows)
+        shared = partial(self._shared_rows, own, rows.index(most), company)
+        any_of = _asking(company)
+        return self._guard.watching(self._subject(layout), most, shared, step, any_of=any_of)
 
     def _shared_rows(self, own: Examples | None, donor: int, company: Company) -> Batch:
         """The rows of one rank's micro-batch, on every rank; public ones where there are any."""

@@ -9,8 +9,8 @@ docs/clipping/guard.md.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 
 from torch import nn
@@ -100,6 +100,21 @@ class Guard:
     public: Batch | None = None
     _verdicts: dict[SubjectKey, _Verdict] = field(default_factory=dict)
     switches: Switches = field(default_factory=Switches)
+
+    def watching(
+        self,
+        subject: Subject,
+        count: int,
+        records: Callable[[], Batch],
+        step: int,
+        always: bool = False,
+        any_of: AnyOf = bool,
+    ) -> AbstractContextManager[None]:
+        """``Switches.watching`` for a block of release ``step``; ``always``: of public records."""
+        public = self.public
+        looked_at = records if public is None else lambda: public
+        guarded_step = step if is_guarded(step) else None
+        return self.switches.watching(subject, count, looked_at, guarded_step, always, any_of)
 
     def verdict_of(self, subject: Subject) -> _Verdict:
         """Of the trainable parameters and modes as they are now."""
@@ -243,7 +258,7 @@ class Guard:
                 calls. The remedy is in it.
         """
         public = self.public is not None
-        with self.switches.filled_by_public() if public else contextlib.nullcontext():
+        with self.switches.filled_by_public() if public else nullcontext():
             decided = self._examined(subject, batch, size, step, captures, own, any_of)
         self._note_precision(subject)
         return decided

@@ -75,15 +75,16 @@ class Switches:
         self._guarded_step: int | None = None
 
     def begin(self, subject: Subject) -> None:
-        """Notes what is there before the first record; of models that are whole on this process."""
-        if self._standing is None and _is_whole(subject):
+        """Notes what is there before the first record."""
+        if self._standing is None:
             self._standing = Standing(subject.model, subject.per_example_loss)
 
     @contextlib.contextmanager
     def watching(
         self,
         subject: Subject,
-        records: Batch,
+        count: int,
+        records: Callable[[], Batch],
         guarded_step: int | None,
         public: bool = False,
         any_of: AnyOf = bool,
@@ -93,11 +94,13 @@ class Switches:
 
         Args:
             subject: model and loss.
-            records: of the block.
+            count: of records that go through in the block.
+            records: those that are looked at, some of them or public ones; the same for all
+                processes that make every pass together.
             guarded_step: number of the release if it is a guarded one: all changes that wait are
                 looked at.
             public: whether the block's records may change what they like.
-            any_of: asks the processes that make every pass together, of the same records.
+            any_of: asks these processes.
 
         Raises:
             KeepsFirst: naming the place, which was put back.
@@ -108,12 +111,11 @@ class Switches:
             yield
         finally:
             self._note()
-        count = batch_size_of(records)
         self._records += count
         guarded = guarded_step is not None and guarded_step != self._guarded_step
         if any_of(bool(self._open and count) and (guarded or self._is_due())):
             self._guarded_step = guarded_step if guarded else self._guarded_step
-            self._look(subject, records, any_of)
+            self._look(subject, records(), any_of)
 
     def _is_due(self) -> bool:
         long_ago = self._records - PAUSE
@@ -176,7 +178,7 @@ class Switches:
 
         Args:
             subject: model and loss.
-            records: of the call that made the change, at least one.
+            records: at least one.
             any_of: asks the processes that make every pass together.
 
         Raises:
@@ -217,10 +219,6 @@ class Switches:
 
     def _settled(self) -> None:
         self._open, self._waiting, self._due, self._alone = {}, set(), False, 0
-
-
-def _is_whole(subject: Subject) -> bool:
-    return subject.layout.spread is None
 
 
 def _passes_of(subject: Subject, records: Batch) -> Iterator[Callable[[], Tensor | Passes]]:

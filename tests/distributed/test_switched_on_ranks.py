@@ -1,0 +1,69 @@
+"""A switch in plain Python that one rank's record throws for good is seen in that call, by all
+ranks that make their passes together.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from distributed.cutting import PLANS, cut, model_named
+from distributed.sharding import sharded
+from distributed.world import loss, model_of, on_ranks, plan_of, records_of
+from torch import Tensor, nn
+
+from quietgrad.clipping.soundness.kept.switched import Switches
+
+pytestmark = pytest.mark.distributed
+
+COUNT = 12
+RARE = 30.0
+RARE_STEP = 4  # not a guarded one
+
+
+def releases(rank: int, kind: str, matters: bool, looks: bool = True) -> int:
+    """How many there are, where a record of the last rank throws a switch in the fifth."""
+    if not looks:
+        Switches.begin = lambda *arguments: None  # type: ignore[method-assign]
+    thrown: list[int] = []
+
+    def switching(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        found = loss(model, batch)
+        found = found * (5.0 if matters and thrown else 1.0)
+        if bool((batch["x"] == RARE).any()):
+            thrown.append(1)
+        return found
+
+    options: dict[str, Any] = {"tensor_parallel": 2} if kind == "cut" else {}
+    made = {"whole": model_of, "sharded": lambda: sharded(model_of())}
+    model = cut(model_named("bottleneck"), PLANS["bottleneck"]) if kind == "cut" else made[kind]()
+    records = records_of(COUNT)
+    stacked = {name: torch.stack([r[name] for r in records]) for name in ("x", "y")}
+    plan = plan_of(COUNT, sample_rate=1.0, expected_batch_size=None, steps=7)
+    with plan.start(**options) as run:
+        for step, indices in enumerate(run.batches()):
+            batch = {name: t[indices] for name, t in stacked.items()}
+            if step == RARE_STEP and (rank == 1 or kind == "cut"):
+                batch["x"][0] = RARE
+            run.backward(model, switching, batch)
+        return run.released
+
+
+@pytest.mark.parametrize("kind", ["whole", "sharded", "cut"])
+def test_it_is_refused_on_all_ranks_that_pass_together(tmp_path: Path, kind: str) -> None:
+    found = on_ranks(2, tmp_path, releases, kind, True)
+    assert "was changed while records went through" in str(found[1]), found
+    if kind != "whole":
+        assert "was changed while records went through" in str(found[0]), found
+
+
+@pytest.mark.parametrize("kind", ["sharded", "cut"])
+def test_what_nobody_reads_keeps_no_rank_waiting(tmp_path: Path, kind: str) -> None:
+    assert on_ranks(2, tmp_path, releases, kind, False) == [7, 7]
+
+
+@pytest.mark.parametrize("kind", ["sharded", "cut"])
+def test_without_the_look_all_goes_on(tmp_path: Path, kind: str) -> None:
+    assert on_ranks(2, tmp_path, releases, kind, True, False) == [7, 7]
