@@ -4,7 +4,9 @@ step: all later records would find it thrown, alone and in company.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from attacks.guarded import RECORDS, good, records, rows, small
 from attacks.switches import RARE, SWITCHES, back, is_rare, other
 from quietgrad.clipping import Clipper
 from quietgrad.clipping.soundness.kept.switched import Switches
+from quietgrad.clipping.soundness.kept.torch_settings import TorchSettings
 
 REFUSED = "was changed while records went through"
 ENGINES: dict[str, dict[str, Any]] = {
@@ -325,3 +328,62 @@ def test_messages_tell_the_place_and_nothing_of_a_record() -> None:
     with pytest.raises(ValueError, match=r"kept \(in .*loss\) was changed") as refused:
         bound.clip(with_rare(records()), step=4)
     assert "patient" not in str(refused.value) and str(RARE) not in str(refused.value)
+
+
+# ------------------------------------------------------------------------------------------------
+# settings of torch's
+
+
+SETTINGS: dict[str, tuple[Any, Any]] = {
+    "torch.set_default_dtype": (torch.set_default_dtype, torch.float64),
+    "torch.set_num_threads": (torch.set_num_threads, 3),
+    "torch.set_float32_matmul_precision": (torch.set_float32_matmul_precision, "medium"),
+    "torch.use_deterministic_algorithms": (torch.use_deterministic_algorithms, True),
+    "torch.set_autocast_enabled('cpu')": (partial(torch.set_autocast_enabled, "cpu"), True),
+    "torch.backends.mkldnn.enabled": (torch._C._set_mkldnn_enabled, False),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_record_that_switches_a_setting_of_torch_is_refused_in_its_call(name: str) -> None:
+    switched, value = SETTINGS[name]
+
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        found = good(model, batch)
+        if is_rare(batch["x"]):
+            switched(value)
+        return found
+
+    bound = Clipper(0.2).bind(small(), loss)
+    bound.clip(records(), step=0)
+    before = TorchSettings()
+    try:
+        with pytest.raises(ValueError, match=re.escape(f"{name} is switched while the loss")):
+            bound.clip(with_rare(records()), step=4)
+    finally:
+        left = before.switched()  # puts it back for other tests
+    assert left is None
+    bound.clip(records(), step=5)
+
+
+def test_without_the_look_a_setting_moves_all_later_records(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(TorchSettings, "switched", lambda self: None)
+
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        found = good(model, batch)
+        if is_rare(batch["x"]):
+            torch.set_default_dtype(torch.float64)
+        return found * (torch.ones(1).element_size() // 4 % 2)
+
+    bound = Clipper(0.2, physical_batch_size=RECORDS).bind(small(), loss)
+    usual, rare = records(), with_rare(records())
+    before = bound.clip(usual, step=0).gradients
+    try:
+        bound.clip(rare, step=4)
+        after = bound.clip(usual, step=8).gradients
+    finally:
+        torch.set_default_dtype(torch.float32)
+    moved = sum(float((g - after[name]).square().sum()) for name, g in before.items()) ** 0.5
+    assert moved > 2 * 0.2

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from quietgrad.clipping.capture.layout.modules import modules_of, named_modules_of, walked_anew
 from quietgrad.clipping.soundness.company.quantized import packs_itself
+from quietgrad.clipping.soundness.kept.torch_settings import TorchSettings
 from quietgrad.sending import read_together
 from quietgrad.tensors import is_spread, local_of
 
@@ -61,6 +62,7 @@ class Watch:
             for path, module in named_modules_of(model)
         ]
         self._trained = {key: t.requires_grad for key, t in self._parameters.items()}
+        self._settings = TorchSettings()
 
     def changed(self) -> tuple[list[str], list[str]]:
         """Names of buffers and of parameters that are not what they were."""
@@ -79,10 +81,10 @@ class Watch:
         return [_dotted(key) for key in buffers], [_dotted(key) for key in parameters]
 
     def switched(self) -> str | None:
-        """A layer that is in another mode than it was, or a parameter that is trained now and was
-        not, or the other way round; both are as they were afterwards.
+        """A layer that is in another mode than it was, a parameter that is trained now and was not,
+        or the other way round, or a setting of torch's; all are as they were afterwards.
         """
-        found = None
+        found = self._settings.switched()
         for path, module in walked_anew(self._model):
             if module.training != self._modes.get(module, module.training):
                 found = found or (f"layer {path!r}" if path else "the model")
@@ -179,10 +181,10 @@ def unchanged(model: nn.Module, thorough: bool = False) -> Iterator[None]:
     if switched is not None:
         watch.put_back()
         raise StateChanged(
-            f"{switched} is switched while the loss is computed, between training and evaluation "
-            "mode or between trained and frozen, and would stay so for other records; it was put "
-            "back. Call train(), eval() and requires_grad_() before the run, or undo them in the "
-            "loss"
+            f"{switched} is switched while the loss is computed (training or evaluation mode, "
+            "trained or frozen, a setting of torch's), and would stay so for other records; it was "
+            "put back. Switch it before the run (train(), eval(), requires_grad_()), or back again "
+            "in the loss"
         )
     buffers, parameters = watch.changed()
     if not buffers and not parameters:
