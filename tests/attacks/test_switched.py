@@ -387,3 +387,23 @@ def test_without_the_look_a_setting_moves_all_later_records(
         torch.set_default_dtype(torch.float32)
     moved = sum(float((g - after[name]).square().sum()) for name, g in before.items()) ** 0.5
     assert moved > 2 * 0.2
+
+
+def test_what_is_too_large_to_be_put_back_is_refused_by_its_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("quietgrad.clipping.soundness.kept.standing.MOST_BYTES", 100)
+    bank, seen = torch.zeros(50, 6), [0]
+
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        found = good(model, {**batch, "x": batch["x"] + bank[0]})
+        if is_rare(batch["x"]):
+            bank[0] = 5.0
+            seen[0] = 1
+        return found
+
+    bound = Clipper(0.2).bind(small(), loss)
+    bound.clip(records(), step=0)
+    with pytest.raises(ValueError, match=r"bank \(in .*loss\) changes .* too large to be put back"):
+        bound.clip(with_rare(records()), step=4)
+    assert seen == [0]  # what could be put back was

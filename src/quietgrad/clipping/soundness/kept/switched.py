@@ -187,20 +187,20 @@ class Switches:
         changes = list(self._open.values())
         places = tuple(dict.fromkeys(change.place for change in changes))
         after = Snapshot(subject.model, subject.per_example_loss)
+        refusal = None
         try:
             with CommonRandomness():
-                same = not any(
-                    any_of(not _are_same(subject, passes, changes, after))
-                    for passes in _passes_of(subject, records)
-                )
-        except KeepsFirst:
-            self._put_back(changes)
-            raise
+                for passes in _passes_of(subject, records):
+                    if any_of(not _are_same(subject, passes, changes, after)):
+                        refusal = KeepsFirst(_SWITCHED.format(named(places)))
+                        break
+        except KeepsFirst as error:
+            refusal = error
         finally:
             after.put_back()
-        if not same:
+        if refusal is not None:
             self._put_back(changes)
-            raise KeepsFirst(_SWITCHED.format(named(places)))
+            raise refusal
         self._walk()
         self._looked_at |= dict.fromkeys(self._waiting, self._records)
         self._alone = self._alone + 1 if batch_size_of(records) == 1 else MOST_ALONE
