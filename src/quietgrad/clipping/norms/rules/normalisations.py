@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 import torch
@@ -24,7 +24,7 @@ def layer_norm_rule(
     leave another gradient.
     """
     shape, wide = module.normalized_shape, x.to(accumulation_dtype(x.dtype))
-    normalised, mean, scale = torch.native_layer_norm(wide, shape, None, None, module.eps)
+    normalised, mean, scale = _normalised(wide, shape, module.eps)
     rows = grad.flatten(grad.dim() - len(shape))
     norms = norms_of_rows(rows, accumulation_dtype(grad.dtype))
     taken_off = norms * (mean * scale).view(norms.shape)
@@ -33,6 +33,15 @@ def layer_norm_rule(
     if "bias" in found:
         found["bias"] = SummedRows(rows if rows.dim() > 2 else rows.unsqueeze(1), norms=norms)
     return _less_means(found, torch.linalg.vector_norm(taken_off, 1, 1, dtype=torch.float64))
+
+
+def _normalised(x: Tensor, shape: Sequence[int], eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """With their means, and what they were scaled by. Ones and zeros change no bit: without them a
+    processor takes one entry after the other, which lasts almost twice as long.
+    """
+    ones, zeros = x.new_ones(shape), x.new_zeros(shape)
+    found: tuple[Tensor, Tensor, Tensor] = torch.native_layer_norm(x, shape, ones, zeros, eps)
+    return found
 
 
 def _less_means(found: dict[str, Given], taken_off_b: Tensor) -> dict[str, Given]:
