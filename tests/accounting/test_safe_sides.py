@@ -52,14 +52,15 @@ def test_a_turn_that_was_broken_off_is_not_made_up_for_by_another() -> None:
 
 def test_what_is_beside_counts_where_a_step_is_said_to_be_convex() -> None:
     """Mutant: the law of a step with numbers beside it convex from where it is without them."""
-    phase = PoissonGaussian(
-        0.5, 0.1, 1, RandomizedClipping(16), beside=(SideRelease("a", 3.0**-0.5),)
-    )
+    claim = RandomizedClipping(16, "convex")
+    phase = PoissonGaussian(0.5, 0.1, 1, claim, beside=(SideRelease("a", 3.0**-0.5),))
     assert convex_from(0.5) < convex_from(0.5, 3.0) < 1
     made = _mixture(phase, 1e-9, 64, True)
-    right = joined(scale_mixture(phase.clipping, 1e-9, 64, convex_from(0.5, 3.0)), phase)
-    assert np.array_equal(made.scales, right.scales)
-    assert np.array_equal(made.weights, right.weights)
+    right, wrong = (
+        joined(scale_mixture(claim, 1e-9, 64, convex_from(0.5, c)), phase) for c in (3.0, 0.0)
+    )
+    assert np.array_equal(made.scales, right.scales) and np.array_equal(made.weights, right.weights)
+    assert not np.array_equal(right.scales, wrong.scales)
 
 
 RATES = np.linspace(0.01, 0.99, 25)
