@@ -137,3 +137,30 @@ def test_a_scale_that_misses_the_target_is_not_taken(monkeypatch: pytest.MonkeyP
     found = calibrate.calibrate_by_groups(event_at, 1e-5, 1.0)
     assert 0.999 <= falling(event_at(found), 1e-5) <= 1.0
     assert min(tried) < found
+
+
+@pytest.mark.parametrize("envelope", ["mixed", "convex", "hutch++", "hutch"])
+@pytest.mark.parametrize("convex", [0.1, 1.0])
+def test_what_lies_below_the_least_ratio_counts_as_delta(envelope: str, convex: float) -> None:
+    """Mutant: it is dropped."""
+    claim = RandomizedClipping(8, envelope, 16 if envelope == "hutch" else None)  # type: ignore[arg-type]
+    mixture = scale_mixture(claim, 1e-3, 64, convex)
+    assert 0 < mixture.lost_mass <= 1e-3 * (1 + 1e-9)
+    assert mixture.weights.sum() + mixture.lost_mass == pytest.approx(1.0, abs=1e-9)
+
+
+def test_broken_turns_in_one_group_count_as_whole_ones() -> None:
+    """Mutant: their steps added up, three and three in two bands, and then rounded up once."""
+    each = tuple(PoissonGaussian(1.0 + 0.001 * i, 0.1, 3, bands=2) for i in range(300))
+    few = grouped(each, 0.05)
+    assert len(few) < 20 and sum(p.compositions for p in few) == 600
+
+
+def test_noise_that_nearly_meets_the_target_does_not() -> None:
+    """Mutant: a thousandth more than the target is taken for it."""
+
+    def epsilon_at(sigma: float) -> float:
+        return 1.0005 if sigma < 2.0 else 0.9 * 2.0 / sigma
+
+    found = calibrate.calibrate(epsilon_at, 1.0)
+    assert epsilon_at(found) <= 1.0 and found <= 2.01

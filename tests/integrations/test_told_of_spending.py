@@ -1,5 +1,5 @@
 """What the Trainers tell of a private run: its epsilon, rounded up and named after whom it
-protects, and nothing for a run that they have not gone on with.
+protects, nothing for a run that they have not gone on with, and no scores of training records.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import LightningModule
-from private_trainers import trainer
+from private_trainers import records, trainer
 from torch import nn
 
 from quietgrad import PrivacyConfig
@@ -137,3 +137,15 @@ def test_no_number_of_training_records_is_in_a_line(name: str, tmp_path: Path) -
     trained.log(line)
     assert name not in line
     assert all(name not in logged for logged in trained.state.log_history)
+
+
+def test_training_records_are_not_scored_whatever_was_scored_or_replaced(tmp_path: Path) -> None:
+    """Mutants: one look at public records for all, only what was given, only what is there now."""
+    given, replaced, public = records(40), records(40, seed=2), records(20, seed=1)
+    trained = trainer(tmp_path, train_dataset=given, eval_dataset=public)
+    trained._refuse_private(public)
+    trained.train_dataset = replaced
+    for private in (given, replaced, replaced[:5], {"first": public, "second": given}):
+        with pytest.raises(ValueError, match="is the training data, or holds records of it"):
+            trained._refuse_private(private)
+    trained._refuse_private(public)
