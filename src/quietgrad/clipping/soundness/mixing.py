@@ -144,7 +144,7 @@ def _require_deaf(subject: Subject, few: Batch) -> None:
     ones = torch.ones(last + 1, device=quiet.losses.device)
     tried = [(few, LOUD)]
     if not ones.is_cuda and subject.layout.spread is None and subject.layout.cut is None:
-        tried += [(map_tensors(few, _without_number), 1.0)]
+        tried += [(few, math.nan), (map_tensors(few, _without_number), 1.0)]
     for records, loud in tried:
         times = torch.cat([ones[:last], loud * ones[last:]])
         beside = _of_made_up(subject, partial(subject.look, records, times=times))
