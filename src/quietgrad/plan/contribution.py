@@ -18,7 +18,7 @@ from quietgrad.tensors import accumulation_dtype
 
 # The factor is C / norm in float64, and this much less: its rounding to the sum's dtype and that of
 # every product then stay below C.
-MARGIN = 1.0
+MARGIN = 1 - 2.0**-20
 
 
 def clip_given(
