@@ -180,3 +180,16 @@ def test_words_have_loud_layers_too(global_scale: bool) -> None:
         return
     with pytest.raises(ValueError, match="beside one that is loud, or no number"):
         bound.clip(batch)
+
+
+def test_words_whose_layers_give_no_number_wake_it_too() -> None:
+    """Mutant: records alone are tried without numbers, and words have none."""
+
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        losses = F.cross_entropy(model(batch["x"]), batch["y"], reduction="none")
+        return torch.where(losses.detach().isfinite().all(), losses, torch.zeros_like(losses))
+
+    batch = rows(records(), *range(12))
+    batch["x"] = torch.randint(0, 9, (12, 4))
+    with pytest.raises(ValueError, match="beside one that is loud, or no number"):
+        Clipper(1.0, engine="bookkeeping").bind(_Words(), loss).clip(batch)

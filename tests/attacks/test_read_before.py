@@ -210,3 +210,22 @@ def test_without_the_look_one_record_moves_others(monkeypatch: pytest.MonkeyPatc
     """Replacing a record may move the sum by 2 C."""
     monkeypatch.setattr(loader, "require_records_apart", lambda dataset: None)
     assert float((sum_of(1e3) - sum_of(-1e3)).norm()) > 4.0
+
+
+@pytest.mark.parametrize("place", [0, 9])
+def test_one_end_alone_that_follows_from_what_was_read_is_refused(place: int) -> None:
+    """Mutant: one of the two looks left out."""
+
+    class Follows(Dataset[Tensor]):
+        before = 0.0
+
+        def __len__(self) -> int:
+            return 10
+
+        def __getitem__(self, i: int) -> Tensor:
+            found = torch.tensor([i + (self.before if i == place else 0.0)])
+            self.before = float(i)
+            return found
+
+    with pytest.raises(ValueError, match="another record after one record than after another"):
+        require_records_apart(Follows())
