@@ -65,6 +65,11 @@ class Discretisation:
     tail_mass: float
 
 
+# By which the solution between two points of the grid is raised until its delta is not above the
+# target in the arithmetic that runs.
+_ROUNDINGS = (1e-13, 1e-11, 1e-9, 1e-7)
+
+
 @dataclass(frozen=True)
 class ComposedLoss:
     """Privacy-loss distribution of a whole event in one direction: atoms on a grid plus mass at
@@ -121,8 +126,12 @@ class ComposedLoss:
         upper = self.infinity + float(self.probabilities[high:].sum())
         lower = float(np.dot(self.probabilities[high:], np.exp(base - self.losses[high:])))
         exact = base + math.log(max(upper - delta, 1e-300)) - math.log(max(lower, 1e-300))
-        epsilon = min(max(exact, 0.0), max(base, 0.0)) * (1 + 1e-12) + 1e-13
-        return epsilon if self.delta(epsilon) <= delta * (1 + 1e-9) else max(base, 0.0)
+        top = max(base, 0.0)
+        for rounding in _ROUNDINGS:
+            epsilon = min(max(exact, 0.0), top) * (1 + rounding) + rounding
+            if self.delta(epsilon) <= delta:
+                return epsilon
+        return top
 
 
 @dataclass(frozen=True)

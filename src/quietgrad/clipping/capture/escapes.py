@@ -35,6 +35,16 @@ def does_not_run_again(layer: str) -> NotCaptured:
     )
 
 
+def draws_again(layer: str) -> NotCaptured:
+    """Of a layer without a rule that would draw other numbers than it drew."""
+    return NotCaptured(
+        f"layer {layer!r} has no rule, is run again for each example, and draws random numbers, "
+        "which would be others; switch them off (dropout, masks), freeze its own parameters, move "
+        "these into a small module of their own, or take one example at a time "
+        "(engine='one-example', exact for every layer)"
+    )
+
+
 def several_inputs(site: Site) -> NotCaptured:
     """Of a layer whose rule knows one input."""
     return NotCaptured(

@@ -24,6 +24,7 @@ from quietgrad.clipping.capture.capture import Use
 from quietgrad.clipping.capture.escapes import (
     NotCaptured,
     does_not_run_again,
+    draws_again,
     no_example_dimension,
 )
 from quietgrad.clipping.capture.units import first_dimension
@@ -203,13 +204,7 @@ def _passes(
                 return found
             except (RuntimeError, NotImplementedError) as error:
                 if "random" in str(error):
-                    raise ValueError(
-                        f"layer {use.site.name!r} ({type(module).__name__}) has parameters that "
-                        "need the generic fallback, which repeats its "
-                        "forward pass, but it draws random numbers; switch its dropout off, freeze "
-                        "these parameters, or move them into a "
-                        "small module of their own"
-                    ) from error
+                    raise draws_again(use.site.name) from error
         return None
 
     return together, by_autograd

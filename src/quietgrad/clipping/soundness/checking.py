@@ -25,7 +25,7 @@ from quietgrad.clipping.capture.backward import (
     with_any_checkpointing,
 )
 from quietgrad.clipping.capture.capture import Recording, Use
-from quietgrad.clipping.capture.escapes import NotCaptured, never_called
+from quietgrad.clipping.capture.escapes import NotCaptured, draws_again, never_called
 from quietgrad.clipping.capture.layout import Layout, in_graph
 from quietgrad.clipping.capture.spread import each_gradient
 from quietgrad.clipping.engines.contributions import contributions_of
@@ -34,6 +34,7 @@ from quietgrad.clipping.soundness.fingerprints import HALVES
 from quietgrad.clipping.soundness.held_still import seeded
 from quietgrad.clipping.soundness.records import take
 from quietgrad.clipping.soundness.subject import Subject
+from quietgrad.generators import States
 from quietgrad.tensors import Batch, accumulation_dtype, batch_size_of, tensors_of
 
 # Captured and plain gradients of one example may differ by rounding only.
@@ -100,8 +101,11 @@ def _same_gradients(subject: Subject, one: Batch, reentrant: bool) -> bool:
     recordings: list[Recording] = []
 
     def receive(use: Use) -> None:
+        before = States.now() if use.site.rule is None else None
         for name, given in contributions_of(use, 1, recordings[0]).items():
             captured[name].append(formed(given))
+        if before is not None and before.moved():
+            raise draws_again(use.site.name)
 
     passes = forward_captured(
         subject.model, layout, subject.per_example_loss, one, receive, reentrant, switch_off=False

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from quietgrad.clipping.capture.layout.modules import modules_of, named_modules_of, walked_anew
 from quietgrad.clipping.soundness.company.quantized import packs_itself
+from quietgrad.clipping.soundness.kept.put_again import PutAgain
 from quietgrad.clipping.soundness.kept.torch_settings import TorchSettings
 from quietgrad.sending import read_together
 from quietgrad.tensors import is_spread, local_of
@@ -56,6 +57,7 @@ class Watch:
                 break
             self._copies[key] = t.detach().clone()
         self._bits = _bits_of(self._parameters) if thorough else {}
+        self._put_again = PutAgain.of(modules_of(model))
         self._modes = {module: module.training for module in modules_of(model)}
         self._layers = [
             (path, module, dict(module._modules), type(module), vars(module).get("forward"))
@@ -75,7 +77,7 @@ class Watch:
             key
             for key, t in {**self._parameters, **known}.items()
             if known.get(key) is not self._parameters.get(key)
-            or version_of(t) != self._versions[id(t)]
+            or (version_of(t) != self._versions[id(t)] and not self._put_again.holds(t))
             or of_now.get(key) != self._bits.get(key)
         ]
         return [_dotted(key) for key in buffers], [_dotted(key) for key in parameters]
