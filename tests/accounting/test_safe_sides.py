@@ -13,7 +13,7 @@ from scipy import special
 
 from quietgrad.accounting import calibrate, trade_off
 from quietgrad.accounting.beside import joined
-from quietgrad.accounting.composition import _mixture
+from quietgrad.accounting.composition import ComposedLoss, _mixture
 from quietgrad.accounting.phases import grouped, merge_equal_phases
 from quietgrad.accounting.renyi.moments import renyi_divergence
 from quietgrad.accounting.scale_mixture import convex_from, scale_mixture
@@ -164,3 +164,15 @@ def test_noise_that_nearly_meets_the_target_does_not() -> None:
 
     found = calibrate.calibrate(epsilon_at, 1.0)
     assert epsilon_at(found) <= 1.0 and found <= 2.01
+
+
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 30.0])
+def test_an_epsilon_keeps_its_delta_in_the_arithmetic_that_runs(scale):
+    """Solved between two points of the grid it may be a rounding too small."""
+    numbers = np.random.default_rng(7)
+    losses = np.sort(numbers.normal(0, scale, 4000))
+    composed = ComposedLoss(losses, numbers.dirichlet(np.ones(4000)) * (1 - 1e-14), 1e-14)
+    for delta in (*np.geomspace(1e-13, 0.2, 200), composed.delta(losses[3000])):
+        found = composed.epsilon(float(delta))
+        assert composed.delta(found) <= delta
+        assert found == 0.0 or composed.delta(found * (1 - 1e-4)) > delta

@@ -65,9 +65,7 @@ class Discretisation:
     tail_mass: float
 
 
-# By which the solution between two points of the grid is raised until its delta is not above the
-# target in the arithmetic that runs.
-_ROUNDINGS = (1e-13, 1e-11, 1e-9, 1e-7)
+_HALVINGS = 40  # of a cell of the grid
 
 
 @dataclass(frozen=True)
@@ -127,11 +125,17 @@ class ComposedLoss:
         lower = float(np.dot(self.probabilities[high:], np.exp(base - self.losses[high:])))
         exact = base + math.log(max(upper - delta, 1e-300)) - math.log(max(lower, 1e-300))
         top = max(base, 0.0)
-        for rounding in _ROUNDINGS:
-            epsilon = min(max(exact, 0.0), top) * (1 + rounding) + rounding
-            if self.delta(epsilon) <= delta:
-                return epsilon
-        return top
+        solved = min(max(exact, 0.0), top) * (1 + 1e-12) + 1e-13
+        return solved if self.delta(solved) <= delta else self._enough(solved, top, delta)
+
+    def _enough(self, low: float, high: float, delta: float) -> float:
+        """Between an epsilon that rounding has left too small and one that is enough, one that is:
+        in the arithmetic that runs.
+        """
+        for _ in range(_HALVINGS):
+            middle = 0.5 * (low + high)
+            low, high = (low, middle) if self.delta(middle) <= delta else (middle, high)
+        return high
 
 
 @dataclass(frozen=True)
