@@ -87,8 +87,8 @@ def run_plan(
             **frozen,
             "training time": f"{'at most about' if 'users' in record else 'about'} "
             f"{_duration(record['predicted_seconds'])} for {how_many(prepared.steps, 'step')}, "
-            f"evaluations not counted; {hours:g} {'hour is' if hours == 1 else 'hours are'} "
-            "allowed (training.hours)",
+            "evaluations and checks of early steps not counted; "
+            f"{hours:g} {'hour is' if hours == 1 else 'hours are'} allowed (training.hours)",
             "memory": f"{_memory(record['predicted_memory_mib'])} for weights and a step",
             "trainable parameters": f"{record['trainable_parameters']:,} of "
             f"{record['parameters']:,}",
