@@ -360,6 +360,12 @@ def test_the_command(
     held = ledger.read_bytes()
     code, out, err = run(path, "--card", ledger)  # before: written over
     assert code == 2 and "must end in .md" in err and ledger.read_bytes() == held
+    assert run(path, "--html", tmp_path / "r.html", "--card", tmp_path / "r.md")[0] == 0  # anew
+    for option, name in (("--html", "index.html"), ("--card", "README.md")):
+        (tmp_path / name).write_text("of somebody else")
+        code, out, err = run(path, option, tmp_path / name)
+        assert code == 2 and "is there already, and quietgrad did not write it" in err
+        assert (tmp_path / name).read_text() == "of somebody else"
     code, out, err = run(tmp_path / "nowhere")
     assert code == 2 and "RUN_DIR" in err
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from datasets import Dataset
-from peft import LoraConfig, get_peft_model
+from peft import AdaLoraConfig, LoraConfig, get_peft_model
 from private_trainers import PRIVACY, RATE, StopAt, llama, plain_loop, same_weights, tokenizer
 from torch import Tensor, nn
 
@@ -26,6 +26,9 @@ from quietgrad.ledger import read_ledger
 
 pytestmark = pytest.mark.usefixtures("examined_once")
 
+ADDING = AdaLoraConfig(
+    target_modules=["q_proj"], task_type="CAUSAL_LM", total_step=9, tinit=1, tfinal=1
+)
 PROTECTING = PrivacyConfig(target_epsilon=3.0, expected_batch_size=20, steps=2)
 
 
@@ -214,6 +217,7 @@ def test_what_the_reference_thinks_of_a_record_follows_from_it_alone(
         ({"gradient_accumulation_steps": 2}, "expected_batch_size"),
         ({"data_collator": list}, "data_collator"),
         ({"per_example_loss": len}, "per_example_loss"),
+        ({"peft_config": ADDING}, r"AdaLoraConfig\(orth_reg_weight=0.5\).*set orth_reg_weight=0"),
         ({"train_dataset": preferences(40).add_column("image", [""] * 40)}, "has images"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",

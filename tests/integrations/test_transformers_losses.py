@@ -257,3 +257,10 @@ def test_labels_of_another_kind_than_the_models_are_told_how_to_be(
     with pytest.raises(ValueError, match=r"num_labels=2 and labels of type float.*whole numbers"):
         trainer(tmp_path / "run", model=model, train_dataset=data).train()
     assert not (tmp_path / "run" / "ledger.jsonl").exists()
+
+
+def test_a_token_beyond_the_vocabulary_names_the_layer(tmp_path: Path) -> None:
+    data = [one | {"input_ids": [9117, *one["input_ids"][1:]]} for one in records()]
+    with pytest.raises(ValueError, match=r"word_embeddings' has \d+ rows.*tokenizer") as caught:
+        trainer(tmp_path / "run", train_dataset=data).train()
+    assert "9117" not in "".join(traceback.format_exception(caught.value))

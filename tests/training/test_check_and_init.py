@@ -98,7 +98,8 @@ def test_check_says_what_is_odd_about_labels(
 ) -> None:
     records = [(text, label) for (text, _), label in zip(labelled_texts(), labels, strict=True)]
     file = write_records(tmp_path / "a.csv", records)
-    assert note in quietgrad("check", file, "--label", "label", "--text", "text")[1]
+    found = quietgrad("check", file, "--label", "label", "--text", "text")[1]
+    assert note in found and "labels: column label" in found
 
 
 def test_check_of_files_that_cannot_be_read(quietgrad: Run, tmp_path: Path) -> None:

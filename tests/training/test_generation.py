@@ -166,6 +166,7 @@ def test_plan_and_words_for_people(values, quietgrad, write_config) -> None:
     config = write_config(values)
     code, out, err = quietgrad("plan", config)
     assert code == 0 and "guarantee" in out, err
+    assert "less than 1 MiB" in " ".join(out.split()) and " 0 MiB" not in out
     code, out, err = quietgrad("train", config)
     words = " ".join(out.replace("│", " ").split())
     assert code == 0 and "test token accuracy" in words and "validation perplexity" in words, err

@@ -284,3 +284,8 @@ def test_a_directory_without_a_finished_run_is_refused(
         assert code == 2 and message in err
     code, _, err = quietgrad("predict", run, csv_file, "--output", csv_file)
     assert code == 2 and "is FILE itself" in err
+    there = tmp_path / "others.csv"
+    there.write_text("kept")
+    code, _, err = quietgrad("predict", run, csv_file, "--output", there)
+    assert code == 2 and "is there already; name another file" in err
+    assert there.read_text() == "kept"

@@ -87,9 +87,9 @@ def run_plan(
             **frozen,
             "training time": f"{'at most about' if 'users' in record else 'about'} "
             f"{_duration(record['predicted_seconds'])} for {how_many(prepared.steps, 'step')}, "
-            f"evaluations not counted; {hours:g} {'hour is' if hours == 1 else 'hours are'} "
-            "allowed (training.hours)",
-            "memory": f"about {record['predicted_memory_mib']:.0f} MiB for weights and a step",
+            "evaluations and checks of early steps not counted; "
+            f"{hours:g} {'hour is' if hours == 1 else 'hours are'} allowed (training.hours)",
+            "memory": f"{_memory(record['predicted_memory_mib'])} for weights and a step",
             "trainable parameters": f"{record['trainable_parameters']:,} of "
             f"{record['parameters']:,}",
             **({} if figure is None else {"figure": str(figure)}),
@@ -106,6 +106,11 @@ def run_plan(
         )
     if warning is not None:
         target.print(f"[yellow]warning:[/yellow] {warning}", soft_wrap=True)
+
+
+def _memory(mib: float) -> str:
+    """Of a small model "0 MiB" would be read as none."""
+    return f"about {mib:,.0f} MiB" if mib >= 1 else "less than 1 MiB"
 
 
 def _duration(seconds: float) -> str:
@@ -222,13 +227,13 @@ def _print_clipping(target: Console, record: dict[str, Any]) -> None:
     }
     for other in record["alternatives"]:
         rows[other["engine"]] = (
-            f"{other['ratio']:.2f} times the non-private step, {other['mib']:,.0f} MiB over "
+            f"{other['ratio']:.2f} times the non-private step, {_memory(other['mib'])} over "
             "parameters and data, "
             f"{how_many(other['physical_batch_size'], 'example')} at a time"
         )
     plain = record["non_private"]
     rows["without privacy"] = (
-        f"{plain['seconds']:.3g} s and {plain['mib']:,.0f} MiB for such a batch (modelled)"
+        f"{plain['seconds']:.3g} s and {_memory(plain['mib'])} for such a batch (modelled)"
     )
     for sketch in record["sketches"]:
         if "noise_multiplier" in sketch:

@@ -92,6 +92,8 @@ def _require_writable(output: Path, file: Path) -> None:
         fail(f"--output={str(output)!r}: no such folder; make it, or name a file in another", 2)
     if output.exists() and file.exists() and output.samefile(file):
         fail(f"--output={str(output)!r} is FILE itself; name another file", 2)
+    if output.exists():  # it may be records, or predictions that somebody has worked on
+        fail(f"--output={str(output)!r} is there already; name another file, or remove it", 2)
 
 
 def _record(

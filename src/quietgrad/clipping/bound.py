@@ -23,7 +23,6 @@ from quietgrad.clipping.capture.escapes import NotCaptured
 from quietgrad.clipping.capture.examples import Examples
 from quietgrad.clipping.capture.layout import Layout, Layouts, SharedInputs
 from quietgrad.clipping.capture.layout.modules import walked_once
-from quietgrad.clipping.capture.views import naming_stacked
 from quietgrad.clipping.clipped_sum import ClippedSum, PrivateCounts
 from quietgrad.clipping.engines.accumulator import zero_sum
 from quietgrad.clipping.engines.bookkeeping import add_by_bookkeeping, group_norms
@@ -35,6 +34,7 @@ from quietgrad.clipping.norms.cost import modelled_throughput
 from quietgrad.clipping.norms.estimators.projections import Projections
 from quietgrad.clipping.norms.factors.sums.scratch import Scratch
 from quietgrad.clipping.one_at_a_time import one_at_a_time
+from quietgrad.clipping.out_of_range import naming_numbers
 from quietgrad.clipping.planner.execution import ExecutionChoice, Planned, engines_for, free_bytes
 from quietgrad.clipping.planner.tracing import trace
 from quietgrad.clipping.soundness.guard import Guard, is_guarded
@@ -262,7 +262,7 @@ class BoundClipper:
         guard, count = self._guard, batch.groups.rows
         thorough = always or guard.is_early(subject, count, step)
         watching = guard.watching(subject, count, lambda: batch.rows, step, always, self._any_of)
-        named = naming_stacked(batch.records, batch.views)
+        named = naming_numbers(self.model, batch)
         with watching, named, unchanged(self.model, thorough=thorough):
             self._guard.begin(subject, batch.rows, None, self._any_of)
             how = self._choose(layout, batch)

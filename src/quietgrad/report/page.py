@@ -8,6 +8,10 @@ from pathlib import Path
 
 from quietgrad.durable import write_whole
 
+# What a file that this library wrote has near its top: it may be written anew.
+PAGE_MARKS = ('<meta name="generator" content="quietgrad">',)
+CARD_MARKS = ("\n- quietgrad\n", "\n## Privacy\n\n| | |\n")  # of a finished run, or not
+TOP = 4096  # letters
 TEMPLATE = Path(__file__).with_name("page.html")
 
 
@@ -67,10 +71,30 @@ def require_page_place(path: str | Path) -> None:
     """Before any work: that a page can be written.
 
     Raises:
-        ValueError: for a name that does not end in .html, or a folder that is not there.
+        ValueError: for a name that does not end in .html, a folder that is not there, or a page
+            of somebody else's.
     """
     place = Path(path)
     if place.suffix.lower() not in (".html", ".htm"):
         raise ValueError(f"--html={str(path)!r} must end in .html: the report is one page of HTML")
     if not place.absolute().parent.is_dir():
         raise ValueError(f"--html={str(path)!r}: no such folder; make it first")
+    require_ours(place, "--html", PAGE_MARKS)
+
+
+def require_ours(path: Path, option: str, marks: Sequence[str]) -> None:
+    """That nothing is written over but an earlier page, or card, of this library.
+
+    Raises:
+        ValueError: where another file is there.
+    """
+    if path.is_file():
+        with open(path, encoding="utf-8", errors="replace") as file:
+            top = file.read(TOP)
+        if any(mark in top for mark in marks):
+            return
+    if path.exists():
+        raise ValueError(
+            f"{option}={str(path)!r} is there already, and quietgrad did not write it; name "
+            "another file, or remove it"
+        )

@@ -156,7 +156,8 @@ def _print_file(target: Console, found: Inspection) -> None:
     if found.columns:
         _print_columns(target, found)
     if found.labels:
-        _print_labels(target, found.labels, found.rare)
+        title = f"labels: column {_plain(found.label)}"
+        _print_labels(target, title, found.labels, found.rare)
     _print_rows(target, "", "that cannot be read", found.broken)
     _print_rows(target, "", "without something", found.gaps)
     _print_rows(target, "", "without an owner", found.ownerless)
@@ -201,8 +202,8 @@ def _print_columns(target: Console, found: Inspection) -> None:
     target.print(table)
 
 
-def _print_labels(target: Console, labels: dict[str, int], rare: Sequence[str]) -> None:
-    table = Table(title="labels", title_justify="left", pad_edge=False)
+def _print_labels(target: Console, title: str, labels: dict[str, int], rare: Sequence[str]) -> None:
+    table = Table(title=title, title_justify="left", pad_edge=False)
     table.add_column("label", style="bold", overflow="fold")
     table.add_column("records", justify="right")
     table.add_column("")
@@ -254,8 +255,7 @@ def _print_folder(target: Console, found: FolderInspection) -> None:
     }
     print_table(target, _plain(found.path), counts)
     for part, labels in found.labels.items():
-        target.print(f"{part}:")
-        _print_labels(target, labels, ())
+        _print_labels(target, f"{part}: labels", labels, ())
     for part, rows in found.broken.items():
         _print_rows(target, f" of {part}.csv", "that cannot be read", rows)
     if found.damaged:

@@ -12,7 +12,7 @@ def run_report(
     run_dir: Path, html: Path | None, card: Path | None, audit: Path | None, as_json: bool
 ) -> None:
     """See ``quietgrad report --help``."""
-    from quietgrad.report.page import write_page
+    from quietgrad.report.page import require_page_place, write_page
     from quietgrad.report.run.facts import read_run
     from quietgrad.report.run.report import card_of, page_of
     from quietgrad.report.run.statement import statement
@@ -20,6 +20,8 @@ def run_report(
     target = console(as_json)
     if card is not None:
         _require_card_place(card)
+    if html is not None:
+        require_page_place(html)
     facts = read_run(run_dir, audit)
     rows = statement(facts)
     written = {}
@@ -54,7 +56,10 @@ def run_report(
 
 def _require_card_place(card: Path) -> None:
     """Before any work, and before a ledger or a result would be written over."""
+    from quietgrad.report.page import CARD_MARKS, require_ours
+
     if card.suffix.lower() != ".md":
         raise ValueError(f"--card={str(card)!r} must end in .md: a card is a page of Markdown")
     if not card.absolute().parent.is_dir():
         raise ValueError(f"--card={str(card)!r}: no such folder; make it first")
+    require_ours(card, "--card", CARD_MARKS)

@@ -17,6 +17,7 @@ from trl import DPOTrainer
 from quietgrad.clipping.capture.backward import PerExampleLoss
 from quietgrad.distributed.groups.news import telling
 from quietgrad.integrations.folders import leaves_no_folder
+from quietgrad.integrations.transformers.losses import refuse_own_losses
 from quietgrad.integrations.transformers.sft import (
     no_records_in_warnings,
     require_columns,
@@ -193,6 +194,7 @@ class PrivateDPOTrainer(PrivateTrainer, DPOTrainer):
         self.label_names = ["completion_mask"]
 
     def _loss_of_a_record(self) -> PerExampleLoss:
+        refuse_own_losses(self.model)
         weights = tuple(float(w) for w in self.loss_weights)
         return PreferenceLoss(tuple(self.loss_types), weights, self.beta, self.label_smoothing)
 

@@ -47,6 +47,7 @@ class Inspection:
         broken: rows that cannot, which training refuses.
         gaps: rows without a text, answer or label, which validation refuses.
         columns: what is in each.
+        label: the column they are in.
         labels: label -> records.
         rare: labels with few records.
         notes: what else their owner should know.
@@ -62,6 +63,7 @@ class Inspection:
     broken: list[BadRow] = field(default_factory=list)
     gaps: list[BadRow] = field(default_factory=list)
     columns: dict[str, Column] = field(default_factory=dict)
+    label: str = ""
     labels: dict[str, int] = field(default_factory=dict)
     rare: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -157,7 +159,8 @@ def with_labels(
         if len(words) > 1:
             notes.append(f"labels that differ in case alone: {', '.join(map(repr, words))}")
     notes = [*found.notes, *([unfit] if unfit else []), *notes]
-    return replace(found, gaps=gaps, labels=known, rare=rare, notes=notes, unfit=unfit)
+    told = replace(found, gaps=gaps, label=label, labels=known, rare=rare)
+    return replace(told, notes=notes, unfit=unfit)
 
 
 def with_owners(found: Inspection, rows: Rows, user: str) -> Inspection:
