@@ -10,7 +10,7 @@ import contextlib
 import random
 import sys
 import types
-from collections import OrderedDict, deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -56,7 +56,8 @@ class HeldItems:
 
     def __init__(self, holder: Any) -> None:
         self.holder = holder
-        self.kind = next(kind for kind in MUTABLE if isinstance(holder, kind))
+        self.kind = kind_of(holder)
+        self._factory = factory_of(holder)
         self.items = self._now()
 
     def _now(self) -> list[Any]:
@@ -68,9 +69,13 @@ class HeldItems:
         now = self._now()
         if self.kind is bytearray:
             return now != self.items
+        if self._factory is not factory_of(self.holder):
+            return True
         return len(now) != len(self.items) or not _same(now, self.items)
 
     def put_back(self) -> bool:
+        if self._factory is not factory_of(self.holder):
+            self.holder.default_factory = self._factory
         if self.changed():
             self.kind.clear(self.holder)
             if issubclass(self.kind, dict):
@@ -84,6 +89,16 @@ class HeldItems:
 
 
 MUTABLE: tuple[Any, ...] = (OrderedDict, dict, list, deque, set, bytearray)
+
+
+def kind_of(holder: Any) -> Any:
+    """The builtin one that it is, or inherits from."""
+    return next(kind for kind in MUTABLE if isinstance(holder, kind))
+
+
+def factory_of(holder: Any) -> Any:
+    """What a ``defaultdict`` makes of a key that it does not have."""
+    return holder.default_factory if isinstance(holder, defaultdict) else None
 
 
 class HeldNames:
@@ -109,20 +124,26 @@ class HeldNames:
         return True
 
 
+# What Python itself notes in a class.
+_OF_PYTHON = ("__dict__", "__weakref__", "__abstractmethods__", "_abc_impl", "__slotnames__")
+
+
 class HeldClass:
-    """The attributes of a class, and those that it does not have yet."""
+    """The attributes of a class, those that it does not have yet, and what it inherits from."""
 
     def __init__(self, kind: type) -> None:
         self.kind = kind
         self.values = self._now()
 
     def _now(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self.kind).items() if name[:2] != "__"}
+        own = {name: value for name, value in vars(self.kind).items() if name not in _OF_PYTHON}
+        return own | {"__bases__": self.kind.__bases__}
 
     def changed(self) -> bool:
         now = self._now()
         return now.keys() != self.values.keys() or any(
-            now[name] is not value for name, value in self.values.items()
+            now[name] is not value and (name != "__bases__" or now[name] != value)
+            for name, value in self.values.items()
         )
 
     def put_back(self) -> bool:
@@ -194,19 +215,25 @@ def content_of(cell: types.CellType) -> Any:
 
 
 class HeldDefaults:
-    """Default arguments of a function, which may be replaced; what is in them is seen apart."""
+    """Code and default arguments of a function, which may be replaced; what is in them is seen
+    apart.
+    """
 
     def __init__(self, function: types.FunctionType) -> None:
         self._function = function
-        self.values = (function.__defaults__, function.__kwdefaults__)
+        self.values = self._now()
+
+    def _now(self) -> tuple[Any, ...]:
+        f = self._function
+        return f.__code__, f.__defaults__, f.__kwdefaults__
 
     def changed(self) -> bool:
-        now = (self._function.__defaults__, self._function.__kwdefaults__)
-        return not _same(now, self.values)
+        return not _same(self._now(), self.values)
 
     def put_back(self) -> bool:
         if self.changed():
-            self._function.__defaults__, self._function.__kwdefaults__ = self.values
+            f = self._function
+            f.__code__, f.__defaults__, f.__kwdefaults__ = self.values
         return True
 
 
@@ -220,23 +247,23 @@ class HeldTensor:
 
     def __init__(self, tensor: Tensor, copied: bool) -> None:
         self.tensor, self._version = tensor, version_of(tensor)
-        self._copy, self.is_copied = tensor.detach().clone() if copied else None, copied
+        self.copy, self.is_copied = tensor.detach().clone() if copied else None, copied
 
     def changed(self) -> bool:
         if version_of(self.tensor) != self._version:
-            return self._copy is None or not equal_contents(self._copy, self.tensor)
-        return self._copy is not None and not equal_contents(self._copy, self.tensor)
+            return self.copy is None or not equal_contents(self.copy, self.tensor)
+        return self.copy is not None and not equal_contents(self.copy, self.tensor)
 
     def put_back(self) -> bool:
         if not self.changed():
             return True
-        if self._copy is None:
+        if self.copy is None:
             return False
         with torch.no_grad():
-            if self._copy.shape == self.tensor.shape and self._copy.dtype == self.tensor.dtype:
-                self.tensor.data.copy_(self._copy)
+            if self.copy.shape == self.tensor.shape and self.copy.dtype == self.tensor.dtype:
+                self.tensor.data.copy_(self.copy)
             else:
-                self.tensor.data = self._copy.clone()
+                self.tensor.data = self.copy.clone()
         return True
 
 
@@ -245,14 +272,14 @@ class HeldArray:
 
     def __init__(self, array: Any, copied: bool) -> None:
         self.array, self.is_copied = array, copied
-        self._copy = array.copy() if copied else None
+        self.copy = array.copy() if copied else None
 
     def changed(self) -> bool:
-        return self._copy is not None and self.array.tobytes() != self._copy.tobytes()
+        return self.copy is not None and self.array.tobytes() != self.copy.tobytes()
 
     def put_back(self) -> bool:
         if self.changed():
-            self.array[...] = self._copy
+            self.array[...] = self.copy
         return True
 
 

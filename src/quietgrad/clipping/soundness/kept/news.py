@@ -37,9 +37,9 @@ def news_of(before: Held, now: Held) -> Iterator[tuple[str, Hashable]]:
     if isinstance(now, HeldTensor | HeldArray):
         yield from (("", kind) for kind in kinds_of(_written(now)))
         return
-    known = {(name, id(value)) for name, value in _values(before)}
+    known = {(name, id(value)) for name, value in values_of(before)}
     names = {name for name, _ in known}
-    for name, value in _values(now):
+    for name, value in values_of(now):
         names.discard(name)
         if (name, id(value)) not in known:
             yield from ((name, kind) for kind in kinds_of(value))
@@ -84,7 +84,7 @@ def _kind(value: Any) -> Hashable:
     return str(kind)
 
 
-def _values(held: Held) -> Iterator[tuple[str, Any]]:
+def values_of(held: Held) -> Iterator[tuple[str, Any]]:
     """(name, value) of what a place holds; names of what has none are empty."""
     if isinstance(held, HeldItems):
         if issubclass(held.kind, dict):

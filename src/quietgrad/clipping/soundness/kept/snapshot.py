@@ -30,6 +30,7 @@ from quietgrad.clipping.soundness.kept.holders import (
     Named,
     content_of,
 )
+from quietgrad.clipping.soundness.kept.owners import HeldAttributes
 from quietgrad.clipping.soundness.kept.reach import (
     Attributes,
     Found,
@@ -49,12 +50,14 @@ class Snapshot:
 
     Attributes:
         held: what was found, and how it is put back.
+        seen: all that was come across, by identity.
     """
 
     def __init__(self, model: nn.Module, loss: Any, most_bytes: int | None = None) -> None:
         self._left = MOST_BYTES if most_bytes is None else most_bytes
         self.held: list[tuple[Found, Held]] = []
-        self._found = list(reachable(model, loss))
+        self.seen: dict[int, Any] = {}
+        self._found = list(reachable(model, loss, self.seen))
         self._copied: set[int] = set()
         self._disturbed: list[tuple[Tensor, Tensor]] = []
         for found in self._found:
@@ -163,7 +166,7 @@ def held_of(found: Found, fits: Callable[[Any, int], bool]) -> Held | None:
     """
     thing, kind = found.thing, type(found.thing)
     if isinstance(thing, Attributes):
-        return HeldItems(thing.inside)
+        return HeldAttributes(thing)
     if isinstance(thing, Named):
         return HeldNames(thing)
     if issubclass(kind, MUTABLE):
