@@ -124,38 +124,6 @@ class HeldNames:
         return True
 
 
-# What Python itself notes in a class.
-_OF_PYTHON = ("__dict__", "__weakref__", "__abstractmethods__", "_abc_impl", "__slotnames__")
-
-
-class HeldClass:
-    """The attributes of a class, those that it does not have yet, and what it inherits from."""
-
-    def __init__(self, kind: type) -> None:
-        self.kind = kind
-        self.values = self._now()
-
-    def _now(self) -> dict[str, Any]:
-        own = {name: value for name, value in vars(self.kind).items() if name not in _OF_PYTHON}
-        return own | {"__bases__": self.kind.__bases__}
-
-    def changed(self) -> bool:
-        now = self._now()
-        return now.keys() != self.values.keys() or any(
-            now[name] is not value and (name != "__bases__" or now[name] != value)
-            for name, value in self.values.items()
-        )
-
-    def put_back(self) -> bool:
-        now = self._now()
-        for name in now.keys() - self.values.keys():
-            type.__delattr__(self.kind, name)
-        for name, value in self.values.items():
-            if now.get(name, ABSENT) is not value:
-                type.__setattr__(self.kind, name, value)
-        return True
-
-
 class HeldSlots:
     """Attributes of an object that has no dictionary of them."""
 

@@ -56,8 +56,8 @@ class Newer:
     def _add(self, places: Places, found: Found) -> None:
         root = id(found.thing)
         if root in self._beneath:
-            times, beneath = self._beneath[root]
-            self._beneath[root] = times + 1, beneath
+            times, known_beneath = self._beneath[root]
+            self._beneath[root] = times + 1, known_beneath
             return
         beneath: list[tuple[int, Hashable]] = []
         known = len(self._seen)

@@ -16,13 +16,13 @@ from quietgrad.clipping.soundness.kept.holders import (
     Held,
     HeldArray,
     HeldCell,
-    HeldClass,
     HeldDefaults,
     HeldItems,
     HeldNames,
     HeldSlots,
     HeldTensor,
 )
+from quietgrad.clipping.soundness.kept.owners import HeldClass
 
 # Entries of a tensor, an array or a tuple that are told apart.
 FEW = 16

@@ -1,10 +1,12 @@
-"""The attributes of an object, and what says how they are looked up: the object's class, and which
-dictionary is theirs. Both may be exchanged.
+"""The attributes of an object, and what says how they are looked up: the object's class, what is in
+it, and which dictionary is theirs. All may be exchanged.
 """
 
 from __future__ import annotations
 
-from quietgrad.clipping.soundness.kept.holders import HeldItems
+from typing import Any
+
+from quietgrad.clipping.soundness.kept.holders import ABSENT, HeldItems
 from quietgrad.clipping.soundness.kept.reach import Attributes, dictionary_of
 
 
@@ -37,3 +39,35 @@ class HeldAttributes(HeldItems):
         """As they are now."""
         inside = dictionary_of(self.owner)
         return HeldAttributes(Attributes(self.holder if inside is None else inside, self.owner))
+
+
+# What Python itself notes in a class.
+_OF_PYTHON = ("__dict__", "__weakref__", "__abstractmethods__", "_abc_impl", "__slotnames__")
+
+
+class HeldClass:
+    """The attributes of a class, those that it does not have yet, and what it inherits from."""
+
+    def __init__(self, kind: type) -> None:
+        self.kind = kind
+        self.values = self._now()
+
+    def _now(self) -> dict[str, Any]:
+        own = {name: value for name, value in vars(self.kind).items() if name not in _OF_PYTHON}
+        return own | {"__bases__": self.kind.__bases__}
+
+    def changed(self) -> bool:
+        now = self._now()
+        return now.keys() != self.values.keys() or any(
+            now[name] is not value and (name != "__bases__" or now[name] != value)
+            for name, value in self.values.items()
+        )
+
+    def put_back(self) -> bool:
+        now = self._now()
+        for name in now.keys() - self.values.keys():
+            type.__delattr__(self.kind, name)
+        for name, value in self.values.items():
+            if now.get(name, ABSENT) is not value:
+                type.__setattr__(self.kind, name, value)
+        return True

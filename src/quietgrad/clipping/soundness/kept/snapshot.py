@@ -20,7 +20,6 @@ from quietgrad.clipping.soundness.kept.holders import (
     HeldArray,
     HeldCache,
     HeldCell,
-    HeldClass,
     HeldDefaults,
     HeldGenerator,
     HeldItems,
@@ -30,7 +29,7 @@ from quietgrad.clipping.soundness.kept.holders import (
     Named,
     content_of,
 )
-from quietgrad.clipping.soundness.kept.owners import HeldAttributes
+from quietgrad.clipping.soundness.kept.owners import HeldAttributes, HeldClass
 from quietgrad.clipping.soundness.kept.reach import (
     Attributes,
     Found,

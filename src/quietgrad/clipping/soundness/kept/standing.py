@@ -12,7 +12,7 @@ import copy
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Hashable
 from itertools import chain
-from operator import call, is_
+from operator import is_
 from typing import Any, NamedTuple, cast
 
 from torch import Tensor, nn
@@ -141,7 +141,6 @@ class Standing:
     def _note(self) -> None:
         """Sorts places by how they are compared together."""
         self._sized: dict[Hashable, Any] = {}
-        self._lengths: list[Any] = []
         self._tensors: dict[Hashable, Tensor] = {}
         self._others: list[Hashable] = []
         self._mappings: list[Any] = []
@@ -161,20 +160,22 @@ class Standing:
 
     def _note_items(self, key: Hashable, held: HeldItems) -> None:
         holder, kind = held.holder, held.kind
+        if type(holder).__len__ is not kind.__len__:
+            self._others.append(key)
+            return
         self._sized[key] = holder
-        self._lengths.append(kind.__len__)
         if isinstance(held, HeldAttributes):
             self._owners.append(held.owner)
         if isinstance(holder, defaultdict):
             self._factories.append(holder)
-        if kind.__len__(holder):
+        if len(holder):
             mappings = self._ordered if kind is OrderedDict else self._mappings
             self._rows.get(kind, mappings).append(holder)
 
     def _now(self) -> _State:
         rows = (map(kind.__iter__, some) for kind, some in self._rows.items())
         return _State(
-            [*map(call, self._lengths, self._sized.values())],
+            [*map(len, self._sized.values())],
             [version_of(tensor) for tensor in self._tensors.values()],
             [
                 *map(type, self._owners),
