@@ -13,6 +13,8 @@ import types
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import chain
+from operator import is_
 from typing import Any, Protocol
 
 import torch
@@ -66,12 +68,16 @@ class HeldItems:
         return list(self.kind.__iter__(self.holder))
 
     def changed(self) -> bool:
-        now = self._now()
         if self.kind is bytearray:
-            return now != self.items
+            return self._now() != self.items
         if self._factory is not factory_of(self.holder):
             return True
-        return len(now) != len(self.items) or not _same(now, self.items)
+        now, parts = self.kind.__iter__(self.holder), 1
+        if issubclass(self.kind, dict):
+            now, parts = chain.from_iterable(self.kind.items(self.holder)), 2
+        return parts * self.kind.__len__(self.holder) != len(self.items) or not all(
+            map(is_, now, self.items)
+        )
 
     def put_back(self) -> bool:
         if self._factory is not factory_of(self.holder):

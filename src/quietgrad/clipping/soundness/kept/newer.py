@@ -35,10 +35,14 @@ class Newer:
 
     Args:
         seen: what was come across before, by identity; added to.
+
+    Attributes:
+        times: that places were added or taken away.
     """
 
     def __init__(self, seen: dict[int, Any]) -> None:
         self._seen = seen
+        self.times = 0
         # Identity of a value -> in how many places it was attached, and what was found with it.
         self._beneath: dict[int, tuple[int, list[tuple[int, Hashable]]]] = {}
 
@@ -66,6 +70,7 @@ class Newer:
             held = None if key in places else held_of(one, _fits)
             if held is not None and not isinstance(held, HeldGenerator):
                 places[key] = one, held
+                self.times += 1
                 beneath.append((id(one.thing), key))
         if len(self._seen) > known:
             new = islice(reversed(self._seen), len(self._seen) - known)
@@ -80,10 +85,13 @@ class Newer:
             del self._beneath[root]
             for number, key in beneath:
                 self._seen.pop(number, None)
-                places.pop(key, None)
+                self._take_away(places, key)
         elif isinstance(value, Tensor) and value.grad_fn is not None:  # it holds on to a graph
             self._seen.pop(root, None)
-            places.pop(root, None)
+            self._take_away(places, root)
+
+    def _take_away(self, places: Places, key: Hashable) -> None:
+        self.times += places.pop(key, None) is not None
 
 
 class SmallTensors:

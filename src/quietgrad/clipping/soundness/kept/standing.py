@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from itertools import chain
 from operator import is_
 from typing import Any, NamedTuple, cast
@@ -111,9 +111,13 @@ class Standing:
                 now = _held_again(found, held)
                 changed[key] = Change(found.place, held, now)
                 self._places[key] = found, now
+        known = self._newer.times
         for key, change in changed.items():
             self._newer.follow(self._places, self._places[key][0], change.before, change.now)
-        self._note()
+        if self._newer.times > known or not all(map(_stays_sorted, changed.values())):
+            self._note()
+        else:
+            self._note_again(changed)
         return changed
 
     def _suspects(self, by_caller: bool) -> list[Hashable]:
@@ -156,6 +160,12 @@ class Standing:
             else:
                 self._others.append(key)
         self._small = SmallTensors((key, self._places[key][1]) for key in self._tensors)
+        self._before = self._now()
+
+    def _note_again(self, changed: Iterable[Hashable]) -> None:
+        """The same where places are compared as they were."""
+        if any(key in self._tensors for key in changed):
+            self._small = SmallTensors((key, self._places[key][1]) for key in self._tensors)
         self._before = self._now()
 
     def _note_items(self, key: Hashable, held: HeldItems) -> None:
@@ -216,6 +226,14 @@ def with_changes_of(before: Held, change: Change) -> Held | None:
 
 def _pairs(held: HeldItems) -> dict[Any, Any]:
     return dict(zip(held.items[::2], held.items[1::2], strict=True))
+
+
+def _stays_sorted(change: Change) -> bool:
+    """Whether a place is compared as it was before it changed."""
+    before, now = change.before, change.now
+    if isinstance(before, HeldItems) and isinstance(now, HeldItems):
+        return before.holder is now.holder and bool(before.items) == bool(now.items)
+    return type(before) is type(now)
 
 
 def _bounded(held: Held) -> Held:
