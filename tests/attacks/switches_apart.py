@@ -4,14 +4,18 @@ code, the dictionary of an object), past torch's count of writes, and in what is
 
 from __future__ import annotations
 
+from array import array
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable
+from contextvars import ContextVar
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
+import attacks.switches
 from attacks.guarded import good, small
 from attacks.switches import Pair, is_rare, other, where
 
@@ -193,6 +197,62 @@ def what_is_read_in_company_alone() -> Pair:
         return found
 
     return small(), loss
+
+
+@switch
+def array_of_objects() -> Pair:
+    flags = np.array([None, 0], dtype=object)
+    return where(lambda: flags[0] is not None, lambda: flags.__setitem__(0, 1), small())
+
+
+@switch
+def array_of_python() -> Pair:
+    flags = array("i", [0, 0])
+    return where(lambda: bool(flags[1]), lambda: flags.__setitem__(1, 1), small())
+
+
+@switch
+def context_variable() -> Pair:
+    thrown = ContextVar("thrown", default=False)
+    return where(thrown.get, lambda: thrown.set(True), small())
+
+
+def _thrown_elsewhere() -> bool:
+    import attacks.switches as options
+
+    return options._MODE == "other"
+
+
+def _throw_elsewhere() -> None:
+    attacks.switches._MODE = "other"
+
+
+@switch
+def variable_of_a_module_in_a_package() -> Pair:
+    return where(_thrown_elsewhere, _throw_elsewhere, small())
+
+
+class Counted(NamedTuple):
+    calls: int
+    known: bool
+    thrown: bool
+
+
+@switch
+def state_that_is_made_anew_with_each_call() -> Pair:
+    """Told apart by what is in it: the object is another one in any case."""
+
+    class Losses:
+        state = Counted(0, True, False)
+
+        def __call__(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+            state = self.state
+            found = good(model, other(batch) if state.thrown else batch)
+            thrown = state.thrown or is_rare(batch["x"])
+            self.state = state._replace(calls=state.calls + 1, thrown=thrown)
+            return found
+
+    return small(), Losses()
 
 
 class WithOptions:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -10,13 +10,19 @@ import torch
 from torch import Tensor, nn
 
 from attacks.guarded import RECORDS, good, records, small
-from attacks.switches import is_rare
+from attacks.switches import back, is_rare
 from attacks.switches_apart import APART, LATE, given_late
 from attacks.test_switched import REFUSED, quiet, with_rare
 from quietgrad.clipping import Clipper
 from quietgrad.clipping.bound import BoundClipper
 
 C = 0.2
+
+
+@pytest.fixture(autouse=True)
+def variable_is_put_back() -> Iterator[None]:
+    yield
+    back()
 
 
 def bound_to(model: nn.Module, loss: Any) -> BoundClipper:

@@ -7,11 +7,14 @@ later. Methods of builtin types are called directly: a subclass may do anything 
 from __future__ import annotations
 
 import contextlib
+import copy
 import random
 import sys
 import types
+from array import array
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterable
+from contextvars import Context, ContextVar
 from dataclasses import dataclass
 from itertools import chain
 from operator import is_
@@ -242,18 +245,38 @@ class HeldTensor:
 
 
 class HeldArray:
-    """A numpy array's numbers; small ones are copied."""
+    """A numpy array's numbers, or those of Python's ``array``; small ones are copied."""
 
-    def __init__(self, array: Any, copied: bool) -> None:
-        self.array, self.is_copied = array, copied
-        self.copy = array.copy() if copied else None
+    def __init__(self, held: Any, copied: bool) -> None:
+        self.array, self.is_copied = held, copied
+        self.copy = copy.copy(held) if copied else None
 
     def changed(self) -> bool:
         return self.copy is not None and self.array.tobytes() != self.copy.tobytes()
 
     def put_back(self) -> bool:
         if self.changed():
-            self.array[...] = self.copy
+            self.array[slice(None) if isinstance(self.array, array) else ...] = self.copy
+        return True
+
+
+class HeldContext:
+    """A context variable."""
+
+    def __init__(self, variable: ContextVar[Any]) -> None:
+        self._variable, self.value = variable, variable.get(ABSENT)
+
+    def changed(self) -> bool:
+        return self._variable.get(ABSENT) is not self.value
+
+    def put_back(self) -> bool:
+        if self.changed():
+            try:
+                unset = self.value is ABSENT  # as it is in a context where nobody has set it
+                value = Context().run(self._variable.get) if unset else self.value
+            except LookupError:
+                return False
+            self._variable.set(value)
         return True
 
 

@@ -40,11 +40,11 @@ class Newer:
         times: that places were added or taken away.
     """
 
-    def __init__(self, seen: dict[int, Any]) -> None:
+    def __init__(self, seen: dict[Any, Any]) -> None:
         self._seen = seen
         self.times = 0
         # Identity of a value -> in how many places it was attached, and what was found with it.
-        self._beneath: dict[int, tuple[int, list[tuple[int, Hashable]]]] = {}
+        self._beneath: dict[int, tuple[int, list[tuple[Hashable, Hashable]]]] = {}
 
     def follow(self, places: Places, found: Found, before: Held, now: Held) -> None:
         """Adds what is beneath the values that a place came to hold, to ``places``."""
@@ -63,7 +63,7 @@ class Newer:
             times, known_beneath = self._beneath[root]
             self._beneath[root] = times + 1, known_beneath
             return
-        beneath: list[tuple[int, Hashable]] = []
+        beneath: list[tuple[Hashable, Hashable]] = []
         known = len(self._seen)
         for one in walked(deque([found]), self._seen):
             key = key_of(one)

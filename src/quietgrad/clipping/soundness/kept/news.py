@@ -7,15 +7,17 @@ from __future__ import annotations
 import math
 import types
 from collections.abc import Hashable, Iterable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from quietgrad.clipping.soundness.kept.holders import (
     Held,
     HeldArray,
     HeldCell,
+    HeldContext,
     HeldDefaults,
     HeldItems,
     HeldNames,
@@ -43,7 +45,22 @@ def news_of(before: Held, now: Held) -> Iterator[tuple[str, Hashable]]:
         names.discard(name)
         if (name, id(value)) not in known:
             yield from ((name, kind) for kind in kinds_of(value))
+            for part, inner in _parts(value):
+                yield from ((f"{name}.{part}", kind) for kind in kinds_of(inner))
     yield from ((name, "gone") for name in names)
+
+
+def _parts(value: Any) -> list[tuple[Any, Any]]:
+    """(name, part) of a state that is made anew with each call: a switch in it is one of few."""
+    if isinstance(value, dict):
+        parts = list(dict.items(value))
+    elif isinstance(value, tuple | list):
+        parts = list(enumerate(value))
+    elif isinstance(value, Tensor | nn.Module | type) or not hasattr(value, "__dataclass_fields__"):
+        parts = list(vars(value).items()) if isinstance(value, SimpleNamespace) else []
+    else:
+        parts = [(name, getattr(value, name, None)) for name in value.__dataclass_fields__]
+    return parts if len(parts) <= FEW else []
 
 
 def kinds_of(value: Any) -> Iterator[Hashable]:
@@ -94,7 +111,7 @@ def values_of(held: Held) -> Iterator[tuple[str, Any]]:
             yield from (("", value) for value in held.items)
     elif isinstance(held, HeldNames | HeldClass | HeldSlots):
         yield from held.values.items()
-    elif isinstance(held, HeldCell):
+    elif isinstance(held, HeldCell | HeldContext):
         yield "", held.value
     elif isinstance(held, HeldDefaults):
         yield from (("", value) for value in held.values)

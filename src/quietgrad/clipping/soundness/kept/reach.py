@@ -72,7 +72,7 @@ class Found:
     thing: Any
 
 
-def reachable(model: nn.Module, loss: Any, seen: dict[int, Any] | None = None) -> Iterator[Found]:
+def reachable(model: nn.Module, loss: Any, seen: dict[Any, Any] | None = None) -> Iterator[Found]:
     """Everything that the two can reach, and rules that a user added for layers of the model, once
     each. Their order is the same for the same state.
 
@@ -94,7 +94,7 @@ def reachable(model: nn.Module, loss: Any, seen: dict[int, Any] | None = None) -
 
 
 def walked(
-    waiting: deque[Found], seen: dict[int, Any], own: Collection[int] = ()
+    waiting: deque[Found], seen: dict[Any, Any], own: Collection[int] = ()
 ) -> Iterator[Found]:
     """Everything that these reach, nearest first, and that was not seen; which holds on to it, so
     that no identity comes twice. ``own``: what is walked, and not given.
@@ -105,6 +105,10 @@ def walked(
         found = waiting.popleft()
         thing = found.thing
         if isinstance(thing, Named):
+            key = id(thing.namespace), thing.names
+            if key in seen:
+                continue
+            seen[key] = thing
             yield found
         elif type(thing) in _PLAIN:
             yield found
@@ -126,7 +130,9 @@ def _inside(found: Found) -> Iterator[Found]:
     if isinstance(thing, Named):
         for name in sorted(thing.names):
             value = thing.namespace.get(name, ABSENT)
-            if value is not ABSENT:
+            if isinstance(value, types.ModuleType):  # of a package
+                yield from _of_module(value, thing.names)
+            elif value is not ABSENT:
                 yield Found(f"{place}.{name}", value)
         return
     if issubclass(kind, (*MUTABLE, tuple, frozenset)):
@@ -186,12 +192,17 @@ def _of_function(function: types.FunctionType) -> Iterator[Found]:
     yield from _attributes(Found(f"function {name}", function))
     module = str(function.__globals__.get("__name__", ""))
     if module.split(".")[0] not in _LIBRARIES:
-        names, read = names_in(code), globals_in(code)
+        names, read = names_in(code), argued_in(code, _OF_GLOBALS)
         yield Found(f"global {module}", Named(function.__globals__, read))
-        for variable in read:
-            value = function.__globals__.get(variable)
-            if isinstance(value, types.ModuleType) and not _is_library(value):
-                yield Found(f"global {value.__name__}", Named(vars(value), names))
+        imported = [sys.modules.get(name) for name in argued_in(code, ("IMPORT_NAME",))]
+        for value in (*map(function.__globals__.get, read), *imported):
+            if isinstance(value, types.ModuleType):
+                yield from _of_module(value, names)
+
+
+def _of_module(module: types.ModuleType, names: frozenset[str]) -> Iterator[Found]:
+    if not _is_library(module):
+        yield Found(f"global {module.__name__}", Named(vars(module), names))
 
 
 def names_in(code: types.CodeType) -> frozenset[str]:
@@ -200,10 +211,10 @@ def names_in(code: types.CodeType) -> frozenset[str]:
     return frozenset(code.co_names).union(*inner)
 
 
-def globals_in(code: types.CodeType) -> frozenset[str]:
-    """Globals alone."""
-    inner = (globals_in(c) for c in code.co_consts if isinstance(c, types.CodeType))
-    own = (i.argval for i in dis.get_instructions(code) if i.opname in _OF_GLOBALS)
+def argued_in(code: types.CodeType, operations: tuple[str, ...]) -> frozenset[str]:
+    """Those alone that these operations name."""
+    inner = (argued_in(c, operations) for c in code.co_consts if isinstance(c, types.CodeType))
+    own = (i.argval for i in dis.get_instructions(code) if i.opname in operations)
     return frozenset(own).union(*inner)
 
 

@@ -7,8 +7,10 @@ from __future__ import annotations
 import functools
 import sys
 import types
+from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ from quietgrad.clipping.soundness.kept.holders import (
     HeldArray,
     HeldCache,
     HeldCell,
+    HeldContext,
     HeldDefaults,
     HeldGenerator,
     HeldItems,
@@ -55,7 +58,7 @@ class Snapshot:
     def __init__(self, model: nn.Module, loss: Any, most_bytes: int | None = None) -> None:
         self._left = MOST_BYTES if most_bytes is None else most_bytes
         self.held: list[tuple[Found, Held]] = []
-        self.seen: dict[int, Any] = {}
+        self.seen: dict[Any, Any] = {}
         self._found = list(reachable(model, loss, self.seen))
         self._copied: set[int] = set()
         self._disturbed: list[tuple[Tensor, Tensor]] = []
@@ -174,8 +177,10 @@ def held_of(found: Found, fits: Callable[[Any, int], bool]) -> Held | None:
         plain = kind is Tensor and thing.layout is torch.strided and not thing.is_meta
         size = thing.numel() * thing.element_size()
         return HeldTensor(thing, plain and fits(thing, size))
+    if kind is array:
+        return HeldArray(thing, fits(thing, len(thing) * thing.itemsize))
     if _is_array(thing):
-        return HeldArray(thing, thing.dtype != object and fits(thing, thing.nbytes))
+        return HeldArray(thing, fits(thing, thing.nbytes))
     simple = _SIMPLE.get(kind)
     if simple is not None:
         return simple(thing)
@@ -193,6 +198,7 @@ def _other(number: Any) -> Any:
 
 _SIMPLE: dict[type, Any] = {
     types.CellType: HeldCell,
+    ContextVar: HeldContext,
     types.FunctionType: HeldDefaults,
     functools._lru_cache_wrapper: HeldCache,
 }
@@ -235,4 +241,4 @@ def _summary(thing: Any) -> Any:
 
 def _is_array(thing: Any) -> bool:
     numpy = sys.modules.get("numpy")
-    return numpy is not None and type(thing) is numpy.ndarray
+    return numpy is not None and isinstance(thing, numpy.ndarray)
