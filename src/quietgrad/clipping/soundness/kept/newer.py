@@ -17,7 +17,7 @@ from quietgrad.clipping.soundness.kept.holders import Held, HeldGenerator, HeldT
 from quietgrad.clipping.soundness.kept.news import values_of
 from quietgrad.clipping.soundness.kept.reach import Attributes, Found, walked
 from quietgrad.clipping.soundness.kept.snapshot import held_of
-from quietgrad.clipping.soundness.unchanged import alike, equal_contents
+from quietgrad.clipping.soundness.unchanged import are_alike, equal_contents
 from quietgrad.sending import read_together
 
 # Tensors up to this size together are compared by their numbers at every call: a write through
@@ -118,7 +118,7 @@ class SmallTensors:
         away = [pair for pair in self._pairs if not pair[0].is_cpu]
         return all(
             torch.equal(*pair) or equal_contents(*pair) for pair in self._pairs if pair[0].is_cpu
-        ) and all(read_together(alike(*pair) for pair in away))
+        ) and all(read_together(are_alike(*pair) for pair in away))
 
 
 def _fits(thing: Any, size: int) -> bool:
