@@ -104,3 +104,24 @@ def test_what_cannot_be_put_back_is_refused_until_its_owner_puts_it_back() -> No
         teacher.bias.copy_(bias)
         teacher.weight.zero_()
     assert after_it_was_put_back(bound)
+
+
+def test_a_write_past_the_count_into_a_larger_tensor_waits_for_a_guarded_release() -> None:
+    """And is not taken for the caller's, who changes something else in the meantime."""
+    flags = torch.zeros(2**18)
+    weight = [1.0]
+
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        x = -4 * batch["x"] if bool(flags[7]) else batch["x"]
+        found = good(model, {**batch, "x": x})
+        if is_rare(batch["x"]):
+            flags.data[7] = 1.0
+        return weight[0] * found
+
+    bound = bound_to(small(), loss)
+    for step in range(7):
+        weight[0] = 0.9**step
+        bound.clip(with_rare(records()) if step == 5 else records(), step=step)
+    with pytest.raises(ValueError, match=REFUSED):
+        bound.clip(records(), step=7)
+    assert not flags.any()
