@@ -7,7 +7,6 @@ from __future__ import annotations
 from array import array
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable
-from contextvars import ContextVar
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -209,12 +208,6 @@ def array_of_objects() -> Pair:
 def array_of_python() -> Pair:
     flags = array("i", [0, 0])
     return where(lambda: bool(flags[1]), lambda: flags.__setitem__(1, 1), small())
-
-
-@switch
-def context_variable() -> Pair:
-    thrown = ContextVar("thrown", default=False)
-    return where(thrown.get, lambda: thrown.set(True), small())
 
 
 def _thrown_elsewhere() -> bool:

@@ -14,7 +14,6 @@ import types
 from array import array
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterable
-from contextvars import Context, ContextVar
 from dataclasses import dataclass
 from itertools import chain
 from operator import is_
@@ -257,26 +256,6 @@ class HeldArray:
     def put_back(self) -> bool:
         if self.changed():
             self.array[slice(None) if isinstance(self.array, array) else ...] = self.copy
-        return True
-
-
-class HeldContext:
-    """A context variable."""
-
-    def __init__(self, variable: ContextVar[Any]) -> None:
-        self._variable, self.value = variable, variable.get(ABSENT)
-
-    def changed(self) -> bool:
-        return self._variable.get(ABSENT) is not self.value
-
-    def put_back(self) -> bool:
-        if self.changed():
-            try:
-                unset = self.value is ABSENT  # as it is in a context where nobody has set it
-                value = Context().run(self._variable.get) if unset else self.value
-            except LookupError:
-                return False
-            self._variable.set(value)
         return True
 
 

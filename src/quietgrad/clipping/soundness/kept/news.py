@@ -17,7 +17,6 @@ from quietgrad.clipping.soundness.kept.holders import (
     Held,
     HeldArray,
     HeldCell,
-    HeldContext,
     HeldDefaults,
     HeldItems,
     HeldNames,
@@ -111,7 +110,7 @@ def values_of(held: Held) -> Iterator[tuple[str, Any]]:
             yield from (("", value) for value in held.items)
     elif isinstance(held, HeldNames | HeldClass | HeldSlots):
         yield from held.values.items()
-    elif isinstance(held, HeldCell | HeldContext):
+    elif isinstance(held, HeldCell):
         yield "", held.value
     elif isinstance(held, HeldDefaults):
         yield from (("", value) for value in held.values)

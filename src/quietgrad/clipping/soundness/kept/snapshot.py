@@ -10,7 +10,6 @@ import types
 from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -22,7 +21,6 @@ from quietgrad.clipping.soundness.kept.holders import (
     HeldArray,
     HeldCache,
     HeldCell,
-    HeldContext,
     HeldDefaults,
     HeldGenerator,
     HeldItems,
@@ -198,7 +196,6 @@ def _other(number: Any) -> Any:
 
 _SIMPLE: dict[type, Any] = {
     types.CellType: HeldCell,
-    ContextVar: HeldContext,
     types.FunctionType: HeldDefaults,
     functools._lru_cache_wrapper: HeldCache,
 }
