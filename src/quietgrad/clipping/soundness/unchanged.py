@@ -125,7 +125,7 @@ class Watch:
     def _of_other_contents(self, keys: set[tuple[str, str]]) -> set[tuple[str, str]]:
         """Which of these buffers hold something else than their copies, as far as there are any."""
         alike = {
-            key: _alike(copy, self._buffers[key])
+            key: are_alike(copy, self._buffers[key])
             for key, copy in self._copies.items()
             if key in keys
         }
@@ -252,10 +252,10 @@ def version_of(tensor: Tensor) -> int:
 
 def equal_contents(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors hold the same, not-a-numbers included."""
-    return bool(_alike(one, other))
+    return bool(are_alike(one, other))
 
 
-def _alike(one: Tensor, other: Tensor) -> Tensor:
+def are_alike(one: Tensor, other: Tensor) -> Tensor:
     """The same as a truth value that need not be there yet."""
     one, other = local_of(one), local_of(other)
     if one.shape != other.shape or one.dtype != other.dtype or one.device != other.device:

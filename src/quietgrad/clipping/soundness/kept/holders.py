@@ -7,12 +7,16 @@ later. Methods of builtin types are called directly: a subclass may do anything 
 from __future__ import annotations
 
 import contextlib
+import copy
 import random
 import sys
 import types
-from collections import OrderedDict, deque
+from array import array
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import chain
+from operator import is_
 from typing import Any, Protocol
 
 import torch
@@ -56,7 +60,8 @@ class HeldItems:
 
     def __init__(self, holder: Any) -> None:
         self.holder = holder
-        self.kind = next(kind for kind in MUTABLE if isinstance(holder, kind))
+        self.kind = kind_of(holder)
+        self._factory = factory_of(holder)
         self.items = self._now()
 
     def _now(self) -> list[Any]:
@@ -65,12 +70,20 @@ class HeldItems:
         return list(self.kind.__iter__(self.holder))
 
     def changed(self) -> bool:
-        now = self._now()
         if self.kind is bytearray:
-            return now != self.items
-        return len(now) != len(self.items) or not _same(now, self.items)
+            return self._now() != self.items
+        if self._factory is not factory_of(self.holder):
+            return True
+        now, parts = self.kind.__iter__(self.holder), 1
+        if issubclass(self.kind, dict):
+            now, parts = chain.from_iterable(self.kind.items(self.holder)), 2
+        return parts * self.kind.__len__(self.holder) != len(self.items) or not all(
+            map(is_, now, self.items)
+        )
 
     def put_back(self) -> bool:
+        if self._factory is not factory_of(self.holder):
+            self.holder.default_factory = self._factory
         if self.changed():
             self.kind.clear(self.holder)
             if issubclass(self.kind, dict):
@@ -84,6 +97,16 @@ class HeldItems:
 
 
 MUTABLE: tuple[Any, ...] = (OrderedDict, dict, list, deque, set, bytearray)
+
+
+def kind_of(holder: Any) -> Any:
+    """The builtin one that it is, or inherits from."""
+    return next(kind for kind in MUTABLE if isinstance(holder, kind))
+
+
+def factory_of(holder: Any) -> Any:
+    """What a ``defaultdict`` makes of a key that it does not have."""
+    return holder.default_factory if isinstance(holder, defaultdict) else None
 
 
 class HeldNames:
@@ -106,32 +129,6 @@ class HeldNames:
                 del now[name]
             else:
                 now[name] = value
-        return True
-
-
-class HeldClass:
-    """The attributes of a class, and those that it does not have yet."""
-
-    def __init__(self, kind: type) -> None:
-        self.kind = kind
-        self.values = self._now()
-
-    def _now(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self.kind).items() if name[:2] != "__"}
-
-    def changed(self) -> bool:
-        now = self._now()
-        return now.keys() != self.values.keys() or any(
-            now[name] is not value for name, value in self.values.items()
-        )
-
-    def put_back(self) -> bool:
-        now = self._now()
-        for name in now.keys() - self.values.keys():
-            type.__delattr__(self.kind, name)
-        for name, value in self.values.items():
-            if now.get(name, ABSENT) is not value:
-                type.__setattr__(self.kind, name, value)
         return True
 
 
@@ -194,19 +191,25 @@ def content_of(cell: types.CellType) -> Any:
 
 
 class HeldDefaults:
-    """Default arguments of a function, which may be replaced; what is in them is seen apart."""
+    """Code and default arguments of a function, which may be replaced; what is in them is seen
+    apart.
+    """
 
     def __init__(self, function: types.FunctionType) -> None:
         self._function = function
-        self.values = (function.__defaults__, function.__kwdefaults__)
+        self.values = self._now()
+
+    def _now(self) -> tuple[Any, ...]:
+        f = self._function
+        return f.__code__, f.__defaults__, f.__kwdefaults__
 
     def changed(self) -> bool:
-        now = (self._function.__defaults__, self._function.__kwdefaults__)
-        return not _same(now, self.values)
+        return not _same(self._now(), self.values)
 
     def put_back(self) -> bool:
         if self.changed():
-            self._function.__defaults__, self._function.__kwdefaults__ = self.values
+            f = self._function
+            f.__code__, f.__defaults__, f.__kwdefaults__ = self.values
         return True
 
 
@@ -220,39 +223,39 @@ class HeldTensor:
 
     def __init__(self, tensor: Tensor, copied: bool) -> None:
         self.tensor, self._version = tensor, version_of(tensor)
-        self._copy, self.is_copied = tensor.detach().clone() if copied else None, copied
+        self.copy, self.is_copied = tensor.detach().clone() if copied else None, copied
 
     def changed(self) -> bool:
         if version_of(self.tensor) != self._version:
-            return self._copy is None or not equal_contents(self._copy, self.tensor)
-        return self._copy is not None and not equal_contents(self._copy, self.tensor)
+            return self.copy is None or not equal_contents(self.copy, self.tensor)
+        return self.copy is not None and not equal_contents(self.copy, self.tensor)
 
     def put_back(self) -> bool:
         if not self.changed():
             return True
-        if self._copy is None:
+        if self.copy is None:
             return False
         with torch.no_grad():
-            if self._copy.shape == self.tensor.shape and self._copy.dtype == self.tensor.dtype:
-                self.tensor.data.copy_(self._copy)
+            if self.copy.shape == self.tensor.shape and self.copy.dtype == self.tensor.dtype:
+                self.tensor.data.copy_(self.copy)
             else:
-                self.tensor.data = self._copy.clone()
+                self.tensor.data = self.copy.clone()
         return True
 
 
 class HeldArray:
-    """A numpy array's numbers; small ones are copied."""
+    """A numpy array's numbers, or those of Python's ``array``; small ones are copied."""
 
-    def __init__(self, array: Any, copied: bool) -> None:
-        self.array, self.is_copied = array, copied
-        self._copy = array.copy() if copied else None
+    def __init__(self, held: Any, copied: bool) -> None:
+        self.array, self.is_copied = held, copied
+        self.copy = copy.copy(held) if copied else None
 
     def changed(self) -> bool:
-        return self._copy is not None and self.array.tobytes() != self._copy.tobytes()
+        return self.copy is not None and self.array.tobytes() != self.copy.tobytes()
 
     def put_back(self) -> bool:
         if self.changed():
-            self.array[...] = self._copy
+            self.array[slice(None) if isinstance(self.array, array) else ...] = self.copy
         return True
 
 

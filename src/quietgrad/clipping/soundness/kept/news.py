@@ -7,22 +7,23 @@ from __future__ import annotations
 import math
 import types
 from collections.abc import Hashable, Iterable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from quietgrad.clipping.soundness.kept.holders import (
     Held,
     HeldArray,
     HeldCell,
-    HeldClass,
     HeldDefaults,
     HeldItems,
     HeldNames,
     HeldSlots,
     HeldTensor,
 )
+from quietgrad.clipping.soundness.kept.owners import HeldClass
 
 # Entries of a tensor, an array or a tuple that are told apart.
 FEW = 16
@@ -37,13 +38,28 @@ def news_of(before: Held, now: Held) -> Iterator[tuple[str, Hashable]]:
     if isinstance(now, HeldTensor | HeldArray):
         yield from (("", kind) for kind in kinds_of(_written(now)))
         return
-    known = {(name, id(value)) for name, value in _values(before)}
+    known = {(name, id(value)) for name, value in values_of(before)}
     names = {name for name, _ in known}
-    for name, value in _values(now):
+    for name, value in values_of(now):
         names.discard(name)
         if (name, id(value)) not in known:
             yield from ((name, kind) for kind in kinds_of(value))
+            for part, inner in _parts(value):
+                yield from ((f"{name}.{part}", kind) for kind in kinds_of(inner))
     yield from ((name, "gone") for name in names)
+
+
+def _parts(value: Any) -> list[tuple[Any, Any]]:
+    """(name, part) of a state that is made anew with each call: a switch in it is one of few."""
+    if isinstance(value, dict):
+        parts = list(dict.items(value))
+    elif isinstance(value, tuple | list):
+        parts = list(enumerate(value))
+    elif isinstance(value, Tensor | nn.Module | type) or not hasattr(value, "__dataclass_fields__"):
+        parts = list(vars(value).items()) if isinstance(value, SimpleNamespace) else []
+    else:
+        parts = [(name, getattr(value, name, None)) for name in value.__dataclass_fields__]
+    return parts if len(parts) <= FEW else []
 
 
 def kinds_of(value: Any) -> Iterator[Hashable]:
@@ -84,7 +100,7 @@ def _kind(value: Any) -> Hashable:
     return str(kind)
 
 
-def _values(held: Held) -> Iterator[tuple[str, Any]]:
+def values_of(held: Held) -> Iterator[tuple[str, Any]]:
     """(name, value) of what a place holds; names of what has none are empty."""
     if isinstance(held, HeldItems):
         if issubclass(held.kind, dict):

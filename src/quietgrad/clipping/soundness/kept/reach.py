@@ -19,7 +19,7 @@ import threading
 import types
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,11 +72,15 @@ class Found:
     thing: Any
 
 
-def reachable(model: nn.Module, loss: Any) -> Iterator[Found]:
+def reachable(model: nn.Module, loss: Any, seen: dict[Any, Any] | None = None) -> Iterator[Found]:
     """Everything that the two can reach, and rules that a user added for layers of the model, once
     each. Their order is the same for the same state.
 
     Of the model's own parameters and buffers the attributes alone: ``unchanged`` watches the rest.
+
+    Args:
+        model, loss: where to begin.
+        seen: filled with all that is come across, by identity.
     """
     own = {id(t) for t in (*model.parameters(), *model.buffers())}
     waiting = deque([Found("per_example_loss", loss), Found("model", model)])
@@ -86,13 +90,25 @@ def reachable(model: nn.Module, loss: Any) -> Iterator[Found]:
         for name, value in vars(torch.nn.modules.module).items()
         if name.startswith("_global_") and isinstance(value, dict)
     )
-    seen: dict[int, Any] = {}  # holds on to what is seen, so that no id comes twice
+    yield from walked(waiting, {} if seen is None else seen, own)
+
+
+def walked(
+    waiting: deque[Found], seen: dict[Any, Any], own: Collection[int] = ()
+) -> Iterator[Found]:
+    """Everything that these reach, nearest first, and that was not seen; which holds on to it, so
+    that no identity comes twice. ``own``: what is walked, and not given.
+    """
     for _ in range(MOST_OBJECTS):
         if not waiting:
             return
         found = waiting.popleft()
         thing = found.thing
         if isinstance(thing, Named):
+            key = id(thing.namespace), thing.names
+            if key in seen:
+                continue
+            seen[key] = thing
             yield found
         elif type(thing) in _PLAIN:
             yield found
@@ -114,7 +130,9 @@ def _inside(found: Found) -> Iterator[Found]:
     if isinstance(thing, Named):
         for name in sorted(thing.names):
             value = thing.namespace.get(name, ABSENT)
-            if value is not ABSENT:
+            if isinstance(value, types.ModuleType):  # of a package
+                yield from _of_module(value, thing.names)
+            elif value is not ABSENT:
                 yield Found(f"{place}.{name}", value)
         return
     if issubclass(kind, (*MUTABLE, tuple, frozenset)):
@@ -174,12 +192,17 @@ def _of_function(function: types.FunctionType) -> Iterator[Found]:
     yield from _attributes(Found(f"function {name}", function))
     module = str(function.__globals__.get("__name__", ""))
     if module.split(".")[0] not in _LIBRARIES:
-        names, read = names_in(code), globals_in(code)
+        names, read = names_in(code), argued_in(code, _OF_GLOBALS)
         yield Found(f"global {module}", Named(function.__globals__, read))
-        for variable in read:
-            value = function.__globals__.get(variable)
-            if isinstance(value, types.ModuleType) and not _is_library(value):
-                yield Found(f"global {value.__name__}", Named(vars(value), names))
+        imported = [sys.modules.get(name) for name in argued_in(code, ("IMPORT_NAME",))]
+        for value in (*map(function.__globals__.get, read), *imported):
+            if isinstance(value, types.ModuleType):
+                yield from _of_module(value, names)
+
+
+def _of_module(module: types.ModuleType, names: frozenset[str]) -> Iterator[Found]:
+    if not _is_library(module):
+        yield Found(f"global {module.__name__}", Named(vars(module), names))
 
 
 def names_in(code: types.CodeType) -> frozenset[str]:
@@ -188,10 +211,10 @@ def names_in(code: types.CodeType) -> frozenset[str]:
     return frozenset(code.co_names).union(*inner)
 
 
-def globals_in(code: types.CodeType) -> frozenset[str]:
-    """Globals alone."""
-    inner = (globals_in(c) for c in code.co_consts if isinstance(c, types.CodeType))
-    own = (i.argval for i in dis.get_instructions(code) if i.opname in _OF_GLOBALS)
+def argued_in(code: types.CodeType, operations: tuple[str, ...]) -> frozenset[str]:
+    """Those alone that these operations name."""
+    inner = (argued_in(c, operations) for c in code.co_consts if isinstance(c, types.CodeType))
+    own = (i.argval for i in dis.get_instructions(code) if i.opname in operations)
     return frozenset(own).union(*inner)
 
 
@@ -210,15 +233,15 @@ def _of_object(found: Found) -> Iterator[Found]:
     else:  # a trainer's, a data set's: those of its attributes that the user's own code names
         code = (f.__code__ for c in own for f in vars(c).values() if type(f) is types.FunctionType)
         names = frozenset().union(*(names_in(c) for c in code))
-        inside = _dictionary_of(found.thing)
+        inside = dictionary_of(found.thing)
         if inside is not None and names:
             yield Found(found.place, Named(inside, names))
 
 
 def _attributes(found: Found) -> Iterator[Found]:
-    inside = _dictionary_of(found.thing)
+    inside = dictionary_of(found.thing)
     if inside is not None:
-        yield Found(found.place, Attributes(inside))
+        yield Found(found.place, Attributes(inside, found.thing))
         for name, value in list(inside.items()):
             if name == "_modules" and isinstance(value, dict):
                 yield Found(found.place, value)
@@ -232,8 +255,8 @@ def _attributes(found: Found) -> Iterator[Found]:
 class Attributes:
     """The dictionary of an object's attributes, whose values are found apart, by their names."""
 
-    def __init__(self, inside: dict[str, Any]) -> None:
-        self.inside = inside
+    def __init__(self, inside: dict[str, Any], owner: Any) -> None:
+        self.inside, self.owner = inside, owner
 
 
 def slots_of(kind: type) -> dict[str, Any]:
@@ -247,7 +270,8 @@ def slots_of(kind: type) -> dict[str, Any]:
     }
 
 
-def _dictionary_of(thing: Any) -> dict[str, Any] | None:
+def dictionary_of(thing: Any) -> dict[str, Any] | None:
+    """Of an object's attributes."""
     try:
         if isinstance(thing, threading.local):  # one for each thread; records meet this one's
             return thing.__dict__

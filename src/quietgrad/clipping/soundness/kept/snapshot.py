@@ -7,6 +7,7 @@ from __future__ import annotations
 import functools
 import sys
 import types
+from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -20,7 +21,6 @@ from quietgrad.clipping.soundness.kept.holders import (
     HeldArray,
     HeldCache,
     HeldCell,
-    HeldClass,
     HeldDefaults,
     HeldGenerator,
     HeldItems,
@@ -30,6 +30,7 @@ from quietgrad.clipping.soundness.kept.holders import (
     Named,
     content_of,
 )
+from quietgrad.clipping.soundness.kept.owners import HeldAttributes, HeldClass
 from quietgrad.clipping.soundness.kept.reach import (
     Attributes,
     Found,
@@ -49,12 +50,14 @@ class Snapshot:
 
     Attributes:
         held: what was found, and how it is put back.
+        seen: all that was come across, by identity.
     """
 
     def __init__(self, model: nn.Module, loss: Any, most_bytes: int | None = None) -> None:
         self._left = MOST_BYTES if most_bytes is None else most_bytes
         self.held: list[tuple[Found, Held]] = []
-        self._found = list(reachable(model, loss))
+        self.seen: dict[Any, Any] = {}
+        self._found = list(reachable(model, loss, self.seen))
         self._copied: set[int] = set()
         self._disturbed: list[tuple[Tensor, Tensor]] = []
         for found in self._found:
@@ -163,7 +166,7 @@ def held_of(found: Found, fits: Callable[[Any, int], bool]) -> Held | None:
     """
     thing, kind = found.thing, type(found.thing)
     if isinstance(thing, Attributes):
-        return HeldItems(thing.inside)
+        return HeldAttributes(thing)
     if isinstance(thing, Named):
         return HeldNames(thing)
     if issubclass(kind, MUTABLE):
@@ -172,8 +175,10 @@ def held_of(found: Found, fits: Callable[[Any, int], bool]) -> Held | None:
         plain = kind is Tensor and thing.layout is torch.strided and not thing.is_meta
         size = thing.numel() * thing.element_size()
         return HeldTensor(thing, plain and fits(thing, size))
+    if kind is array:
+        return HeldArray(thing, fits(thing, len(thing) * thing.itemsize))
     if _is_array(thing):
-        return HeldArray(thing, thing.dtype != object and fits(thing, thing.nbytes))
+        return HeldArray(thing, fits(thing, thing.nbytes))
     simple = _SIMPLE.get(kind)
     if simple is not None:
         return simple(thing)
@@ -233,4 +238,4 @@ def _summary(thing: Any) -> Any:
 
 def _is_array(thing: Any) -> bool:
     numpy = sys.modules.get("numpy")
-    return numpy is not None and type(thing) is numpy.ndarray
+    return numpy is not None and isinstance(thing, numpy.ndarray)

@@ -9,9 +9,10 @@ that it was attached to has changed.
 from __future__ import annotations
 
 import copy
-from collections import deque
-from collections.abc import Hashable
-from itertools import chain
+import threading
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Hashable, Iterable
+from itertools import chain, repeat
 from operator import is_
 from typing import Any, NamedTuple, cast
 
@@ -23,9 +24,12 @@ from quietgrad.clipping.soundness.kept.holders import (
     HeldGenerator,
     HeldItems,
     HeldTensor,
-    Named,
+    factory_of,
 )
-from quietgrad.clipping.soundness.kept.reach import MOST_ITEMS, Attributes, Found
+from quietgrad.clipping.soundness.kept.large import HeldLength
+from quietgrad.clipping.soundness.kept.newer import Newer, SmallTensors, key_of
+from quietgrad.clipping.soundness.kept.owners import HeldAttributes
+from quietgrad.clipping.soundness.kept.reach import MOST_ITEMS, Found
 from quietgrad.clipping.soundness.kept.snapshot import Snapshot, held_of
 from quietgrad.clipping.soundness.unchanged import version_of
 
@@ -68,7 +72,7 @@ class Standing:
     """The plain state of a model and a loss, as it stood when it was noted last.
 
     Memory: a reference for each thing that is kept, and copies of small tensors and arrays. Of
-    containers of more than a thousand items, only how many they are.
+    containers of more than a thousand items, their items once.
     """
 
     def __init__(self, model: nn.Module, loss: Any) -> None:
@@ -79,33 +83,65 @@ class Standing:
         """Finds all places anew, as they stand now."""
         snapshot = Snapshot(self._model, self._loss, MOST_BYTES)
         self._places: dict[Hashable, tuple[Found, Held]] = {
-            _key(found): (found, _bounded(held))
+            key_of(found): (found, _bounded(held))
             for found, held in snapshot.held
             if not isinstance(held, HeldGenerator)
         }
+        self._newer = Newer(snapshot.seen)
         self._note()
 
-    def changes(self) -> dict[Hashable, Change]:
-        """What changed since it was noted, which is noted with this."""
-        if self._now().is_same(self._before) and not any(
-            self._places[key][1].changed() for key in self._others
+    def changes(self, by_caller: bool = False, thorough: bool = False) -> dict[Hashable, Change]:
+        """What changed since it was noted, which is noted with this.
+
+        Args:
+            by_caller: between two calls. Of larger tensors those alone that count a write: what a
+                call wrote past the count is not the caller's.
+            thorough: also compare the numbers of larger tensors.
+        """
+        if (
+            not thorough
+            and self._now().is_same(self._before)
+            and self._small.are_same()
+            and not any(self._places[key][1].changed() for key in self._others)
         ):
             return {}
         changed: dict[Hashable, Change] = {}
-        for key in self._suspects():
+        for key in self._suspects(by_caller):
             found, held = self._places[key]
             if held.changed():
                 now = _held_again(found, held)
                 changed[key] = Change(found.place, held, now)
                 self._places[key] = found, now
-        self._note()
+        known = self._newer.times
+        for key, change in changed.items():
+            self._newer.follow(self._places, self._places[key][0], change.before, change.now)
+        if self._newer.times > known or not all(map(_stays_sorted, changed.values())):
+            self._note()
+        else:
+            self._note_again(changed)
         return changed
 
-    def _suspects(self) -> list[Hashable]:
+    def _suspects(self, by_caller: bool) -> list[Hashable]:
         """Places that may have changed: what was empty and is empty has not."""
-        sizes = zip(self._sized, self._before.sizes, map(len, self._sized.values()), strict=True)
-        sized = [key for key, before, now in sizes if before or now]
-        return [*sized, *self._tensors, *self._others]
+        before, now = self._before, self._now()
+        sizes = zip(self._sized, before.sizes, now.sizes, strict=True)
+        sized = [
+            key
+            for key, earlier, later in sizes
+            if earlier or later or self._has_more_than_items(key)
+        ]
+        tensors = [
+            key
+            for key, earlier, later in zip(
+                self._tensors, before.versions, now.versions, strict=True
+            )
+            if earlier != later or not by_caller or key in self._small.keys
+        ]
+        return [*sized, *tensors, *self._others]
+
+    def _has_more_than_items(self, key: Hashable) -> bool:
+        holder = self._sized[key]
+        return isinstance(holder, defaultdict) or isinstance(self._places[key][1], HeldAttributes)
 
     def _note(self) -> None:
         """Sorts places by how they are compared together."""
@@ -113,18 +149,41 @@ class Standing:
         self._tensors: dict[Hashable, Tensor] = {}
         self._others: list[Hashable] = []
         self._mappings: list[Any] = []
+        self._ordered: list[Any] = []
+        self._factories: list[Any] = []
+        self._owners: list[Any] = []
         self._rows: dict[Any, list[Any]] = {kind: [] for kind in _ROWS}
         for key, (_, held) in self._places.items():
             if isinstance(held, HeldItems):
-                self._sized[key] = held.holder
-                if len(held.holder):
-                    of_kind = self._rows.get(held.kind, self._mappings)
-                    of_kind.append(held.holder)
+                self._note_items(key, held)
             elif isinstance(held, HeldTensor):
                 self._tensors[key] = held.tensor
             else:
                 self._others.append(key)
+        self._small = SmallTensors((key, self._places[key][1]) for key in self._tensors)
         self._before = self._now()
+
+    def _note_again(self, changed: Iterable[Hashable]) -> None:
+        """The same where places are compared as they were."""
+        if any(key in self._tensors for key in changed):
+            self._small = SmallTensors((key, self._places[key][1]) for key in self._tensors)
+        self._before = self._now()
+
+    def _note_items(self, key: Hashable, held: HeldItems) -> None:
+        holder, kind = held.holder, held.kind
+        owner = held.owner if isinstance(held, HeldAttributes) else None
+        if type(holder).__len__ is not kind.__len__ or isinstance(owner, threading.local):
+            self._others.append(key)
+            return
+        self._sized[key] = holder
+        # A layer has ten OrderedDicts, whose own attributes are empty: that they stay so will do.
+        if owner is not None and type(owner) is not OrderedDict:
+            self._owners.append(owner)
+        if isinstance(holder, defaultdict):
+            self._factories.append(holder)
+        if len(holder):
+            mappings = self._ordered if kind is OrderedDict else self._mappings
+            self._rows.get(kind, mappings).append(holder)
 
     def _now(self) -> _State:
         rows = (map(kind.__iter__, some) for kind, some in self._rows.items())
@@ -132,32 +191,16 @@ class Standing:
             [*map(len, self._sized.values())],
             [version_of(tensor) for tensor in self._tensors.values()],
             [
+                *map(type, self._owners),
+                *map(object.__getattribute__, self._owners, repeat("__dict__")),
+                *map(factory_of, self._factories),
                 *chain.from_iterable(map(dict.keys, self._mappings)),
                 *chain.from_iterable(map(dict.values, self._mappings)),
+                *chain.from_iterable(map(OrderedDict.keys, self._ordered)),
+                *chain.from_iterable(map(OrderedDict.values, self._ordered)),
                 *chain.from_iterable(chain.from_iterable(rows)),
             ],
         )
-
-
-class HeldLength:
-    """Of a large container, how many items it holds: copies of all of them at every call would take
-    longer the more there are.
-    """
-
-    def __init__(self, holder: Any) -> None:
-        self.holder, self._length = holder, len(holder)
-
-    def changed(self) -> bool:
-        return len(self.holder) != self._length
-
-    def put_back(self) -> bool:
-        """Takes off what came behind; False where items were taken away."""
-        if isinstance(self.holder, list):
-            del self.holder[self._length :]
-        elif isinstance(self.holder, dict):
-            while len(self.holder) > self._length:
-                dict.pop(self.holder, next(reversed(self.holder)))
-        return not self.changed()
 
 
 def with_changes_of(before: Held, change: Change) -> Held | None:
@@ -176,6 +219,10 @@ def with_changes_of(before: Held, change: Change) -> Held | None:
         if name not in earlier or earlier[name] is not value
     }
     made = copy.copy(cast(HeldItems, before))
+    if isinstance(change.now, HeldAttributes) and isinstance(made, HeldAttributes):
+        earlier_class = cast(HeldAttributes, change.before).of_class
+        if change.now.of_class is not earlier_class:
+            made.of_class = change.now.of_class
     made.items = [part for pair in old.items() for part in pair]
     return made
 
@@ -184,27 +231,29 @@ def _pairs(held: HeldItems) -> dict[Any, Any]:
     return dict(zip(held.items[::2], held.items[1::2], strict=True))
 
 
+def _stays_sorted(change: Change) -> bool:
+    """Whether a place is compared as it was before it changed."""
+    before, now = change.before, change.now
+    if isinstance(before, HeldItems) and isinstance(now, HeldItems):
+        return before.holder is now.holder and bool(before.items) == bool(now.items)
+    return type(before) is type(now)
+
+
 def _bounded(held: Held) -> Held:
-    if isinstance(held, HeldItems) and len(held.holder) > MOST_ITEMS:
+    if type(held) is HeldItems and held.kind.__len__(held.holder) > MOST_ITEMS:
         return HeldLength(held.holder)
     return held
 
 
 def _held_again(found: Found, held: Held) -> Held:
     """The same place as it is now; a tensor is copied where it was before."""
+    if isinstance(held, HeldAttributes):
+        return held.again()
+    if isinstance(held, HeldLength) and held.kind.__len__(held.holder) > MOST_ITEMS:
+        return HeldLength(held.holder, held)
     if isinstance(held, HeldItems | HeldLength):
-        holder = held.holder
-        return HeldLength(holder) if len(holder) > MOST_ITEMS else HeldItems(holder)
+        return _bounded(HeldItems(held.holder))
     copied = not isinstance(held, HeldTensor | HeldArray) or held.is_copied
     again = held_of(found, lambda thing, size: copied)
     assert again is not None
     return again
-
-
-def _key(found: Found) -> Hashable:
-    thing = found.thing
-    if isinstance(thing, Attributes):
-        return id(thing.inside)
-    if isinstance(thing, Named):
-        return id(thing.namespace), thing.names
-    return id(thing)

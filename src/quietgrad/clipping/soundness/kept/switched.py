@@ -110,9 +110,9 @@ class Switches:
         try:
             yield
         finally:
-            self._note()
+            guarded = guarded_step is not None and guarded_step != self._guarded_step
+            self._note(thorough=guarded)
         self._records += count
-        guarded = guarded_step is not None and guarded_step != self._guarded_step
         if any_of(bool(self._open and count) and (guarded or self._is_due())):
             self._guarded_step = guarded_step if guarded else self._guarded_step
             self._look(subject, records(), any_of)
@@ -130,12 +130,12 @@ class Switches:
         finally:
             self._accept()
 
-    def _changes(self) -> dict[Hashable, Change]:
-        return {} if self._standing is None else self._standing.changes()
+    def _changes(self, by_caller: bool = False, thorough: bool = False) -> dict[Hashable, Change]:
+        return {} if self._standing is None else self._standing.changes(by_caller, thorough)
 
     def _accept(self) -> None:
         """What changed outside of calls is the caller's, and stays."""
-        for key, change in self._changes().items():
+        for key, change in self._changes(by_caller=True).items():
             waiting = self._open.get(key)
             if waiting is not None:
                 before = with_changes_of(waiting.before, change)
@@ -144,11 +144,11 @@ class Switches:
                 else:
                     self._open[key] = waiting._replace(before=before)
 
-    def _note(self) -> None:
+    def _note(self, thorough: bool = False) -> None:
         """What changed while records went through."""
         if self._public:
             return self._accept()
-        for key, change in self._changes().items():
+        for key, change in self._changes(thorough=thorough).items():
             waiting = self._open.get(key, change)
             self._open[key] = change._replace(before=waiting.before)
             self._due = self._is_news(change) or self._due
@@ -208,10 +208,13 @@ class Switches:
             self._settled()
 
     def _put_back(self, changes: list[Change]) -> None:
-        for change in changes:
-            change.before.put_back()
+        """What cannot be put back is refused again by the next call, until its owner does it."""
+        lost = [change for change in changes if not _is_put_back(change)]
         self._walk()
-        self._settled()
+        if lost:
+            self._due = True
+        else:
+            self._settled()
 
     def _walk(self) -> None:
         if self._standing is not None:
@@ -223,7 +226,8 @@ class Switches:
 
 def _passes_of(subject: Subject, records: Batch) -> Iterator[Callable[[], Tensor | Passes]]:
     """Some records, each alone: a few by loss and gradient, whole and cut to half of their length,
-    others by loss. Of a single record also others that are made of it.
+    others by loss; and the few together, as what is read in company alone moves later records no
+    less. Of a single record also others that are made of it.
     """
     count = batch_size_of(records)
     made = with_companions(records, FEW) if count == 1 else None
@@ -236,6 +240,12 @@ def _passes_of(subject: Subject, records: Batch) -> Iterator[Callable[[], Tensor
         half = _half(one)
         for each in (one,) if half is None else (one, half):
             yield partial(Passes.of, each, subject)
+    if batch_size_of(some) > 1:
+        yield partial(subject.losses, take(some, range(min(FEW, batch_size_of(some)))))
+
+
+def _is_put_back(change: Change) -> bool:
+    return change.before.put_back() or not isinstance(change.before, HeldTensor | HeldArray)
 
 
 def _half(one: Batch) -> Batch | None:
@@ -263,7 +273,7 @@ def _are_same(
     now = _result(subject, passes)
     after.put_back()
     for change in changes:
-        if not change.before.put_back() and isinstance(change.before, HeldTensor | HeldArray):
+        if not _is_put_back(change):
             raise KeepsFirst(TOO_LARGE.format(change.place))
     before = _result(subject, passes)
     if now is None or before is None:
