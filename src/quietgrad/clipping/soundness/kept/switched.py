@@ -52,7 +52,7 @@ FEW = 3
 PAUSE = 8_000
 # Kinds of value of one name that are each looked at, names of one place that are told apart.
 MOST_KINDS = 32
-MOST_NAMES = 256
+MOST_NAMES = 64
 # Calls of a single record, beside made-up ones, after which a change stays without a second record.
 MOST_ALONE = 8
 
