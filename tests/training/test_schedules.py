@@ -46,7 +46,9 @@ def test_a_scheduled_run_stops_resumes_and_tells_one_epsilon(
     card = (run_dir.model / "README.md").read_text()
     assert f"= ({round_up(result['epsilon'], 4)}, " in card and "by a public schedule" in card
     assert run_dir.read_metrics()[-1]["epsilon"] == result["epsilon"]
-    with pytest.raises(ValueError, match="resume with a changed privacy setting: event"):
+    with pytest.raises(
+        ValueError, match=r"changed privacy setting: schedules\.noise\.last was 1\.0 and is"
+    ):
         train(values | {"schedules.noise": {"shape": "cosine", "first": 2, "last": 1.5}}, True)
 
 

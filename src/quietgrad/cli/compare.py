@@ -17,6 +17,7 @@ from quietgrad.cli.progress.stages import stages
 from quietgrad.events import RELATIONS
 from quietgrad.ledger.earlier import start_row
 from quietgrad.report.page import require_page_place, write_page
+from quietgrad.report.png import require_figure_place
 
 if TYPE_CHECKING:
     from quietgrad.comparing.table import Comparison, Run
@@ -45,6 +46,7 @@ def run_compare(
     target = console(as_json)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     comparison = load_comparison(path)
+    require_figure_place(comparison.figure, "comparison.figure")
     if not only_report:
 
         def report(run: Run, record: dict[str, Any], left: int) -> None:
@@ -52,7 +54,8 @@ def run_compare(
             target.print(
                 f"{run.variant}, epsilon {run.epsilon:g}{unit}, rate {run.rate:g}{described(run)}, "
                 f"seed {run.seed}: validation {record['curve'][-1][1]:.4f}, "
-                f"{record['seconds']:.0f} s; {left} more known",
+                f"{record['seconds']:.0f} s; {how_many(left, 'run')} left, beside any that scores "
+                "will choose",
                 markup=False,
                 soft_wrap=True,
             )

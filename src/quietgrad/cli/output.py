@@ -21,6 +21,7 @@ from rich.table import Table
 
 from quietgrad import __version__
 from quietgrad.checks import SettingsWarning
+from quietgrad.report.png import require_figure_place
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -144,7 +145,11 @@ def fail(message: str, code: int) -> NoReturn:
 
 
 def require_place(figure: Path) -> None:
-    """Before any work: that a figure can be written."""
+    """Before any work: that a figure can be written.
+
+    Raises:
+        ValueError: where a picture of somebody else's is there.
+    """
     if figure.suffix.lower() != ".png":
         fail(f"--figure={str(figure)!r} must end in .png: the figure is a PNG file", 2)
     if not figure.absolute().parent.is_dir():
@@ -153,6 +158,7 @@ def require_place(figure: Path) -> None:
             "there",
             2,
         )
+    require_figure_place(figure, "--figure")
 
 
 def one_line(command: Callable[P, R]) -> Callable[P, R]:

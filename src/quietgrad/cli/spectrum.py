@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 from quietgrad.cli.output import console, print_json, print_table
-from quietgrad.training.settings.config import load_config
+from quietgrad.report.page import require_ours
+from quietgrad.report.png import require_figure_place
+from quietgrad.training.settings.config import TrainConfig, load_config
 from quietgrad.training.settings.overrides import OF_COMPARISONS
+
+# Where a file of weights says which public images it is from.
+WEIGHTS_MARKS = ('"__metadata__":{"quietgrad":',)
 
 
 def run_spectrum(config_path: Path | None, overrides: list[str], as_json: bool) -> None:
     """See ``quietgrad spectrum --help``."""
     target = console(as_json)
     config = load_config(config_path, overrides, ignored=OF_COMPARISONS)
+    figure = Path(config.spectrum.output).with_suffix(".png")
+    _require_places(config, figure)
     from quietgrad.report.spectrum import spectrum_figure
     from quietgrad.training.spectrum_run import make_spectrum
 
     made = make_spectrum(config, target.print)
     spectrum, facts = made.spectrum, made.spectrum.facts
-    figure = made.spectrum_path.with_suffix(".png")
     title = (
         f"{facts['parameters']:,} parameters, {facts['hessian_images']:,} public images "
         f"({facts['public']})"
@@ -56,3 +63,21 @@ def run_spectrum(config_path: Path | None, overrides: list[str], as_json: bool) 
         "figure": str(figure),
     }
     print_table(target, "Public spectrum", rows)
+
+
+def _require_places(config: TrainConfig, figure: Path) -> None:
+    """Before any work: that no file of somebody else's is written over.
+
+    Raises:
+        ValueError: naming the file.
+    """
+    table = config.spectrum
+    if os.path.lexists(table.output):
+        from quietgrad.curvature.spectrum import load_spectrum
+
+        try:
+            load_spectrum(table.output)
+        except (ValueError, OSError):
+            require_ours(Path(table.output), "spectrum.output", ())
+    require_ours(Path(table.weights_output), "spectrum.weights_output", WEIGHTS_MARKS)
+    require_figure_place(figure, "the figure beside spectrum.output")

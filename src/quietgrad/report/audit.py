@@ -11,6 +11,7 @@ from matplotlib.patches import Rectangle
 
 from quietgrad.accounting import trade_off
 from quietgrad.events import PrivacyEvent
+from quietgrad.report.png import save_figure
 
 Interval = tuple[float, float]
 GRID = 161
@@ -72,4 +73,4 @@ def audit_figure(
     axes.set_title(title, fontsize=10)
     axes.grid(alpha=0.25)
     axes.legend(frameon=False, fontsize=8)
-    figure.savefig(path, dpi=140)
+    save_figure(figure, path, 140)

@@ -16,6 +16,8 @@ from matplotlib.ticker import (
     StrMethodFormatter,
 )
 
+from quietgrad.report.png import save_figure
+
 
 def bands_figure(
     bands: Sequence[int],
@@ -72,4 +74,4 @@ def bands_figure(
     axes.set_ylabel("relative to independent noise")
     axes.grid(True, which="major", alpha=0.3)
     axes.legend(frameon=False, fontsize=9)
-    figure.savefig(path, dpi=150)
+    save_figure(figure, path, 150)

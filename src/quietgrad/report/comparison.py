@@ -16,6 +16,8 @@ from pathlib import Path
 import numpy as np
 from scipy.stats import t as student_t
 
+from quietgrad.report.png import save_figure
+
 Curve = Sequence[tuple[int, float]]
 COLOURS = ("#444444", "#c0504d", "#1f5fa8", "#3a7d44", "#8a5fa8", "#b8862b")
 
@@ -219,7 +221,7 @@ def comparison_figure(
             axis.legend(fontsize=8, loc="lower right")
     figure.suptitle(textwrap.fill(title, 52 * columns), fontsize=11)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130)
+    save_figure(figure, path, 130)
     plt.close(figure)
 
 

@@ -10,6 +10,8 @@ import numpy as np
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
+from quietgrad.report.png import save_figure
+
 
 def spectrum_figure(
     top: NDArray[np.float64], extended: NDArray[np.float64], title: str, path: str | Path
@@ -48,4 +50,4 @@ def spectrum_figure(
     axes.set_title(title)
     axes.grid(True, which="major", alpha=0.3)
     axes.legend(frameon=False)
-    figure.savefig(path, dpi=150)
+    save_figure(figure, path, 150)

@@ -23,6 +23,7 @@ from quietgrad.ledger import LedgerContents, read_ledger
 from quietgrad.plan import PrivateRun
 from quietgrad.plan.seeds import root_key
 from quietgrad.training.evaluation import Evaluator
+from quietgrad.training.files.changed import start_of
 from quietgrad.training.files.checkpoint import (
     Restored,
     require_counted,
@@ -33,7 +34,6 @@ from quietgrad.training.files.events import EventFile
 from quietgrad.training.files.noise_state import (
     NoiseKeeper,
     forget_keys,
-    start_private,
     without_seed,
 )
 from quietgrad.training.files.run_dir import RunDir, environment
@@ -132,7 +132,7 @@ def train(
         private = None
         if prepared.plan is not None:
             together.by_first(lambda: require_counted(run_dir, restored))
-            private = start_private(prepared.plan, run_dir, resume, together, prepared.started_from)
+            private = start_of(prepared, run_dir, resume, together)
             private.coarse_told = prepared.config.training.precision != "float32"  # by ``prepare``
             stack.enter_context(private)
             # Releases beyond the checkpoint are spent: training goes on at the next number.

@@ -22,6 +22,7 @@ from quietgrad.events import ClippingClaim, EventSequence, PoissonGaussian, Priv
 from quietgrad.ledger import LedgerContents, holds_records
 from quietgrad.noise.correlation.banded import BandedLower, inside
 from quietgrad.noise.mechanism import GaussianNoise
+from quietgrad.plan.by_step.changed import ChangedSettings, changes
 from quietgrad.randomness import RandomKey
 from quietgrad.sampling.poisson import PoissonSampler
 from quietgrad.sampling.users import UserIndices
@@ -312,15 +313,9 @@ def require_same(
     Raises:
         ValueError: naming what is another, and the remedy.
     """
-    for name, value in planned.items():
-        was = contents.header.get(name)
-        if was != value:
-            raise ValueError(
-                f"resume with a changed privacy setting: {name} was {was!r} and "
-                f"is now {value!r}; "
-                "resume with the settings of the first start, or begin a new run directory "
-                "(its epsilon adds to this one's)"
-            )
+    changed = changes(contents.header, planned)
+    if changed:
+        raise ChangedSettings(changed)
     written = [extension.course for extension in contents.extensions]
     if written != list(extensions[: len(written)]):
         raise ValueError(
