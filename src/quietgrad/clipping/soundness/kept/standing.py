@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, cast
 from torch import Tensor, nn
 
 from quietgrad.clipping.soundness.kept.holders import (
+    MUTABLE,
     Held,
     HeldArray,
     HeldGenerator,
@@ -146,18 +147,35 @@ class HeldLength:
 
     def __init__(self, holder: Any) -> None:
         self.holder, self._length = holder, len(holder)
+        self._kind: Any = next(kind for kind in MUTABLE if isinstance(holder, kind))
 
     def changed(self) -> bool:
         return len(self.holder) != self._length
 
     def put_back(self) -> bool:
-        """Takes off what came behind; False where items were taken away."""
-        if isinstance(self.holder, list):
-            del self.holder[self._length :]
-        elif isinstance(self.holder, dict):
-            while len(self.holder) > self._length:
-                dict.pop(self.holder, next(reversed(self.holder)))
-        return not self.changed()
+        """As many items as there were: takes off what came behind (of a set, any). What was taken
+        away nobody knows: others stand in its place, so that a look sees the number; False there.
+        """
+        missing = self._length - len(self.holder)
+        for _ in range(-missing):
+            dict.popitem(self.holder) if self._is_mapping else self._kind.pop(self.holder)
+        if missing > 0:
+            self._fill(missing)
+        return missing == 0 or (missing < 0 and self._kind is not set)
+
+    @property
+    def _is_mapping(self) -> bool:
+        return issubclass(self._kind, dict)
+
+    def _fill(self, missing: int) -> None:
+        if self._is_mapping:
+            self._kind.update(self.holder, {object(): None for _ in range(missing)})
+        elif self._kind is set:
+            set.update(self.holder, [object() for _ in range(missing)])
+        else:
+            last = 0 if self._kind is bytearray else None
+            last = self.holder[-1] if len(self.holder) else last
+            self._kind.extend(self.holder, [last] * missing)
 
 
 def with_changes_of(before: Held, change: Change) -> Held | None:
