@@ -4,7 +4,7 @@ is tried out: by the pieces themselves, which is quick.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -52,6 +52,10 @@ CHANGES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "an item that goes on to the next list": (lambda: [[1], [2, 3]], moved_on),
     "a long list": (lambda: [0.5] * 2000, lambda kept: kept.append(0.5)),
     "a long deque": (lambda: deque([0.5] * 2000), lambda kept: kept.append(0.5)),
+    "a long ordered dictionary": (
+        lambda: OrderedDict.fromkeys(range(2000)),
+        lambda kept: kept.update(x=None),
+    ),
     "a long dictionary": (lambda: dict.fromkeys(range(2000)), lambda kept: kept.update(x=None)),
 }
 
@@ -69,6 +73,7 @@ def test_a_change_is_seen_and_put_back(name: str) -> None:
     assert not standing.changes()  # it was noted
     assert all(each.before.put_back() for each in found.values())
     assert kept == build()
+    assert list(kept) == list(build())
 
 
 LONG: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {

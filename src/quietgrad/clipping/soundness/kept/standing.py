@@ -158,7 +158,7 @@ class HeldLength:
         """
         missing = self._length - len(self.holder)
         for _ in range(-missing):
-            dict.popitem(self.holder) if self._is_mapping else self._kind.pop(self.holder)
+            self._kind.popitem(self.holder) if self._is_mapping else self._kind.pop(self.holder)
         if missing > 0:
             self._fill(missing)
         return missing == 0 or (missing < 0 and self._kind is not set)
