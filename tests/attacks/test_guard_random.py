@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from attacks.guarded import good, records
+from attacks.guarded import RECORDS, Loss, good, records, rows, small, switched_off
 from quietgrad.clipping import Clipper
 
 
@@ -141,3 +141,49 @@ def test_bert_with_dropout_padding_and_autocast_is_not_refused() -> None:
         assert next(iter(bound._guard._verdicts.values())).together
     with pytest.raises(ValueError, match="depends on other examples"):
         Clipper(1.0).clip(model, lambda m, b: half(m, b) * (1 + 0.2 * b["y"].float().mean()), batch)
+
+
+def test_one_record_that_cannot_be_varied_is_seen_to_draw_by_itself() -> None:
+    """A first batch of one whole number: nothing can be made up beside it."""
+    own = torch.Generator().manual_seed(0)
+    model = nn.Embedding(5, 3)
+
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        return model(batch["id"]).square().sum(-1) * draw()
+
+    def draw() -> float:
+        return float(torch.rand((), generator=own)) + 0.5
+
+    with pytest.raises(ValueError, match="generator of its own"):
+        Clipper(1.0, engine="bookkeeping").bind(model, loss).clip({"id": torch.tensor([2])})
+
+
+def one_number_a_call() -> tuple[nn.Module, Loss]:
+    """Of a generator that goes on from call to call, with a seed that is known."""
+    own = torch.Generator().manual_seed(0)
+
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        return good(model, batch) * (torch.rand((), generator=own) - 0.5).sign()
+
+    return small(), loss
+
+
+@pytest.mark.parametrize("engine", ["auto", "one-example"])
+def test_a_number_for_all_from_a_generator_that_goes_on_is_refused(engine: str) -> None:
+    """Taken one at a time, each record meets the number of its place."""
+    model, loss = one_number_a_call()
+    with pytest.raises(ValueError, match=r"own \(in .*loss\), a generator of its own"):
+        Clipper(0.2, engine=engine).bind(model, loss).clip(records(), step=0)
+
+
+def test_without_the_look_one_record_brings_others_to_other_numbers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    switched_off(monkeypatch)
+    sums = []
+    for first in (0, 1):
+        model, loss = one_number_a_call()
+        bound = Clipper(0.2, engine="one-example").bind(model, loss)
+        sums.append(bound.clip(rows(records(), *range(first, RECORDS))).gradients)
+    moved = sum(float((g - sums[1][name]).square().sum()) for name, g in sums[0].items()) ** 0.5
+    assert moved > 2 * 0.2

@@ -47,6 +47,7 @@ class CommonRandomness(TorchDispatchMode):
         shapes: of what was drawn, in order.
         known: of those, what was drawn by a seed that is not the library's: of a generator that was
             passed, or of the default one once it was seeded inside.
+        moves: whether a generator that is passed goes on, as it would without this.
     """
 
     def __init__(self, level: Level = "usual") -> None:
@@ -56,6 +57,7 @@ class CommonRandomness(TorchDispatchMode):
         self.seeds: set[int] = set()
         self.shapes: list[tuple[int, ...]] = []
         self.known: list[tuple[int, ...]] = []
+        self.moves = False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -115,6 +117,9 @@ class CommonRandomness(TorchDispatchMode):
 
     def _note(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.used = True
+        given = kwargs.get("generator")
+        if self.moves and given is not None:
+            torch.rand((), generator=given, device=given.device)
         seed = _generator_asked(args, kwargs).initial_seed()
         self.seeds.add(seed)
         self.shapes.append(_shape_drawn(args))

@@ -83,16 +83,18 @@ def look_at_the_first(subject: Subject, records: Batch, public: bool) -> Places 
                 return _compare(
                     subject, still, [take(records, [row]) for row in rows], before, public
                 )
-            made = with_companions(take(records, [0]), 3)
-            if made is None:
-                return None
-            few = [take(made, [row]) for row in range(3)]
-            try:
-                return _compare(subject, still, few, before, public)
-            except Mixes:
-                raise
-            except Exception:  # a made-up record may be impossible for the model
-                return None
+            one = take(records, [0])
+            made = with_companions(one, 3)
+            if made is not None:
+                few = [take(made, [row]) for row in range(3)]
+                try:
+                    return _compare(subject, still, few, before, public)
+                except Mixes:
+                    raise
+                except Exception:  # a made-up record may be impossible for the model
+                    before.put_back()
+            require_draws_of_the_run(subject, one, still, before)  # which one record shows
+            return None
     finally:
         before.put_back()
 

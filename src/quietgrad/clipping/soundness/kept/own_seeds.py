@@ -37,10 +37,14 @@ def require_draws_of_the_run(
     Raises:
         Mixes: where they are.
     """
-    with noting_seeds() as noted:
-        alone = _known(subject, one, still)
-        made_inside = Snapshot(subject.model, subject.per_example_loss)
-        _forth_and_back(subject, one)
+    still.moves = True  # one that goes on from call to call gives each record another number
+    try:
+        with noting_seeds() as noted:
+            alone = _known(subject, one, still)
+            made_inside = Snapshot(subject.model, subject.per_example_loss)
+            _forth_and_back(subject, one)
+    finally:
+        still.moves = False
     moved = [*before.moved_generators(), *made_inside.moved_generators()]
     before.put_back()
     if moved:
