@@ -71,13 +71,7 @@ def list_behind_a_setter() -> Case:
     seen: list[Any] = []
 
     class Setting:
-        def get(self) -> int:
-            return 0
-
-        def put(self, value: Any) -> None:
-            seen.append(value)
-
-        mode = property(get, put)
+        mode = property(lambda self: 0, lambda self, value: seen.append(value))
 
     setting = Setting()
     return setting, lambda: setattr(setting, "mode", 1), lambda: list(seen)

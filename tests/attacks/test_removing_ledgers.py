@@ -110,6 +110,20 @@ def test_a_start_that_opened_it_before_finds_that_it_is_gone(
         PLAN.start(files.ledger)
 
 
+def test_a_ledger_that_took_its_place_meanwhile_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = begun(tmp_path)
+
+    def lock_after_exchange(*_: Any) -> None:
+        moved = files.ledger.rename(tmp_path / "moved")
+        files.ledger.write_bytes(moved.read_bytes())
+
+    monkeypatch.setattr(removing, "lock", lock_after_exchange)
+    remove_unreleased(files)
+    assert files.ledger.exists()
+
+
 def test_without_its_lock_a_release_would_be_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
