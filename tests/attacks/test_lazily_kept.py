@@ -19,7 +19,7 @@ from attacks.lazies import HIDDEN, PLACES, Pair, handles, mean_of, shifted
 from quietgrad.clipping import Clipper
 from quietgrad.clipping.soundness import guard
 from quietgrad.clipping.soundness.kept.snapshot import Snapshot
-from quietgrad.clipping.soundness.kept.switched import Switches
+from quietgrad.clipping.soundness.switches.switched import Switches
 
 REFUSED = "which example the model and the loss met first"
 

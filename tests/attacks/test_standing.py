@@ -20,11 +20,11 @@ from attacks.test_switched import REFUSED, with_rare
 from quietgrad.clipping.capture.backward import Checkpointing
 from quietgrad.clipping.capture.layout import layout_of
 from quietgrad.clipping.soundness.kept.holders import HeldItems, HeldSlots
-from quietgrad.clipping.soundness.kept.news import kinds_of, news_of
-from quietgrad.clipping.soundness.kept.standing import Change, Standing, with_changes_of
-from quietgrad.clipping.soundness.kept.switched import Switches
-from quietgrad.clipping.soundness.kept.torch_settings import TorchSettings
 from quietgrad.clipping.soundness.subject import Subject
+from quietgrad.clipping.soundness.switches.news import kinds_of, news_of
+from quietgrad.clipping.soundness.switches.standing import Change, Standing, with_changes_of
+from quietgrad.clipping.soundness.switches.switched import Switches
+from quietgrad.clipping.soundness.switches.torch_settings import TorchSettings
 
 
 def closing_over(kept: Any) -> Callable[..., Any]:

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from attacks.guarded import RECORDS, good, records, rows, small
 from attacks.switches import RARE, SWITCHES, back, is_rare, other
 from quietgrad.clipping import Clipper
-from quietgrad.clipping.soundness.kept.switched import Switches
-from quietgrad.clipping.soundness.kept.torch_settings import TorchSettings
+from quietgrad.clipping.soundness.switches.switched import Switches
+from quietgrad.clipping.soundness.switches.torch_settings import TorchSettings
 
 REFUSED = "was changed while records went through"
 ENGINES: dict[str, dict[str, Any]] = {
@@ -168,7 +168,7 @@ def test_a_change_is_looked_at_once_so_many_records_went_by(
         bound.clip(with_rare(records()) if step else records(), step=step)
     bound.clip(with_rare(records()), step=6)
     assert rare == [3]  # not seen yet
-    monkeypatch.setattr("quietgrad.clipping.soundness.kept.switched.PAUSE", RECORDS)
+    monkeypatch.setattr("quietgrad.clipping.soundness.switches.switched.PAUSE", RECORDS)
     with pytest.raises(ValueError, match=REFUSED):
         bound.clip(records(), step=8)
     assert rare == [2]
@@ -392,7 +392,7 @@ def test_without_the_look_a_setting_moves_all_later_records(
 def test_what_is_too_large_to_be_put_back_is_refused_by_its_place(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("quietgrad.clipping.soundness.kept.standing.MOST_BYTES", 100)
+    monkeypatch.setattr("quietgrad.clipping.soundness.switches.standing.MOST_BYTES", 100)
     bank, seen = torch.zeros(50, 6), [0]
 
     def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from attacks.guarded import RECORDS, good, records, small
-from attacks.switches import back, is_rare
+from attacks.switches import back, is_rare, other
 from attacks.switches_apart import APART, LATE, given_late
 from attacks.test_switched import REFUSED, quiet, with_rare
 from quietgrad.clipping import Clipper
@@ -125,3 +125,23 @@ def test_a_write_past_the_count_into_a_larger_tensor_waits_for_a_guarded_release
     with pytest.raises(ValueError, match=REFUSED):
         bound.clip(records(), step=7)
     assert not flags.any()
+
+
+def test_what_the_caller_adds_in_between_hides_no_switch_that_waits() -> None:
+    kept: list[str] = []
+
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        found = good(model, other(batch) if "rare" in kept else batch)
+        if is_rare(batch["x"]):
+            kept.append("rare")
+            raise RuntimeError("out of memory")
+        return found
+
+    bound = Clipper(0.2).bind(small(), loss)
+    bound.clip(records(), step=0)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        bound.clip(with_rare(records()), step=4)
+    kept.append("a note of the caller's")
+    with pytest.raises(ValueError, match=REFUSED):
+        bound.clip(records(), step=5)
+    assert "rare" not in kept

@@ -14,7 +14,7 @@ from distributed.sharding import sharded
 from distributed.world import loss, model_of, on_ranks, plan_of, records_of
 from torch import Tensor, nn
 
-from quietgrad.clipping.soundness.kept.switched import Switches
+from quietgrad.clipping.soundness.switches.switched import Switches
 
 pytestmark = pytest.mark.distributed
 

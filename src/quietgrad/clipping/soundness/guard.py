@@ -29,7 +29,6 @@ from quietgrad.clipping.soundness.kept.lazily import (
     require_unread,
 )
 from quietgrad.clipping.soundness.kept.own_seeds import require_draws_still_of_the_run
-from quietgrad.clipping.soundness.kept.switched import Switches
 from quietgrad.clipping.soundness.mixing import (
     FIRST,
     LATER,
@@ -38,6 +37,7 @@ from quietgrad.clipping.soundness.mixing import (
 )
 from quietgrad.clipping.soundness.records import entries_of, spread, take, with_companions
 from quietgrad.clipping.soundness.subject import Subject, SubjectKey, key_of
+from quietgrad.clipping.soundness.switches.switched import Switches
 from quietgrad.clipping.soundness.unchanged import unchanged
 from quietgrad.tensors import Batch, batch_size_of, trainable_parameters
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from quietgrad.clipping.capture.layout.modules import modules_of, named_modules_of, walked_anew
 from quietgrad.clipping.soundness.company.quantized import packs_itself
 from quietgrad.clipping.soundness.kept.put_again import PutAgain
-from quietgrad.clipping.soundness.kept.torch_settings import TorchSettings
+from quietgrad.clipping.soundness.switches.torch_settings import TorchSettings
 from quietgrad.sending import read_together
 from quietgrad.tensors import is_spread, local_of
 

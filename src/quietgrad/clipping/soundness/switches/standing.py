@@ -26,11 +26,11 @@ from quietgrad.clipping.soundness.kept.holders import (
     HeldTensor,
     factory_of,
 )
-from quietgrad.clipping.soundness.kept.large import HeldLength
-from quietgrad.clipping.soundness.kept.newer import Newer, SmallTensors, key_of
 from quietgrad.clipping.soundness.kept.owners import HeldAttributes
 from quietgrad.clipping.soundness.kept.reach import MOST_ITEMS, Found
 from quietgrad.clipping.soundness.kept.snapshot import Snapshot, held_of
+from quietgrad.clipping.soundness.switches.large import HeldLength
+from quietgrad.clipping.soundness.switches.newer import Newer, SmallTensors, key_of
 from quietgrad.clipping.soundness.unchanged import version_of
 
 # Tensors and arrays up to this size together are copied, and stay so from call to call.

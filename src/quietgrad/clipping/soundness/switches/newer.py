@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from quietgrad.clipping.soundness.kept.holders import Held, HeldGenerator, HeldTensor, Named
-from quietgrad.clipping.soundness.kept.news import values_of
 from quietgrad.clipping.soundness.kept.reach import Attributes, Found, walked
 from quietgrad.clipping.soundness.kept.snapshot import held_of
+from quietgrad.clipping.soundness.switches.news import values_of
 from quietgrad.clipping.soundness.unchanged import are_alike, equal_contents
 from quietgrad.sending import read_together
 

@@ -36,11 +36,11 @@ from quietgrad.clipping.soundness.kept.lazily import (
     Passes,
     named,
 )
-from quietgrad.clipping.soundness.kept.news import news_of
 from quietgrad.clipping.soundness.kept.snapshot import Snapshot
-from quietgrad.clipping.soundness.kept.standing import Change, Standing, with_changes_of
 from quietgrad.clipping.soundness.records import spread, take, with_companions
 from quietgrad.clipping.soundness.subject import Subject
+from quietgrad.clipping.soundness.switches.news import news_of
+from quietgrad.clipping.soundness.switches.standing import Change, Standing, with_changes_of
 from quietgrad.clipping.soundness.unchanged import unchanged
 from quietgrad.tensors import Batch, batch_size_of, map_tensors
 
@@ -134,14 +134,14 @@ class Switches:
         return {} if self._standing is None else self._standing.changes(by_caller, thorough)
 
     def _accept(self) -> None:
-        """What changed outside of calls is the caller's, and stays."""
+        """What changed outside of calls is the caller's, and stays; but where a record's change of
+        the same place waits, and the two cannot be told apart, both are looked at.
+        """
         for key, change in self._changes(by_caller=True).items():
             waiting = self._open.get(key)
             if waiting is not None:
                 before = with_changes_of(waiting.before, change)
-                if before is None:
-                    del self._open[key]
-                else:
+                if before is not None:
                     self._open[key] = waiting._replace(before=before)
 
     def _note(self, thorough: bool = False) -> None:
