@@ -143,6 +143,8 @@ class Switches:
                 before = with_changes_of(waiting.before, change)
                 if before is not None:
                     self._open[key] = waiting._replace(before=before)
+                elif isinstance(waiting.before, HeldTensor) and not waiting.before.is_copied:
+                    del self._open[key]  # refused until its owner puts it back, as it did
 
     def _note(self, thorough: bool = False) -> None:
         """What changed while records went through."""
