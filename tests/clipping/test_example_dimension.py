@@ -170,7 +170,7 @@ def test_dropout_in_a_fallback_module_is_taken_one_example_at_a_time() -> None:
 
 def test_random_numbers_of_a_fallback_module_are_not_ignored() -> None:
     # Its forward pass is repeated for the gradients: with other random numbers these would be
-    # another function's.
+    # another function's. One example at a time nothing is repeated.
     class Jitter(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -180,5 +180,8 @@ def test_random_numbers_of_a_fallback_module_are_not_ignored() -> None:
             return F.dropout(x * self.scale, 0.5, training=self.training)
 
     model = nn.Sequential(Jitter(), nn.Linear(5, 3)).train()
-    with pytest.raises(ValueError, match=r"layer '0'|parameter '0.scale'.*random"):
-        clipped_gradients(model, cross_entropy, batch_of(5), 1.0)
+    with pytest.raises(ValueError, match=r"layer '0' has no rule.*draws random"):
+        Clipper(1.0, engine="bookkeeping").bind(model, cross_entropy).clip(batch_of(5))
+    bound = Clipper(1.0).bind(model, cross_entropy)
+    bound.clip(batch_of(5))
+    assert bound.execution_choice(batch_of(5)).engine == "one-example"
