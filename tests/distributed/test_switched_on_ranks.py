@@ -67,3 +67,50 @@ def test_what_nobody_reads_keeps_no_rank_waiting(tmp_path: Path, kind: str) -> N
 @pytest.mark.parametrize("kind", ["sharded", "cut"])
 def test_without_the_look_all_goes_on(tmp_path: Path, kind: str) -> None:
     assert on_ranks(2, tmp_path, releases, kind, True, False) == [7, 7]
+
+
+def writing_what_cannot_be_put_back(rank: int) -> int:
+    """Another model's parameter, by a record of the last rank."""
+    bank = nn.Parameter(torch.zeros(3), requires_grad=False)
+
+    def switching(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        found = loss(model, batch) + bank.sum()
+        if bool((batch["x"] == RARE).any()):
+            with torch.no_grad():
+                bank.add_(1.0)
+        return found
+
+    model = sharded(model_of())
+    stacked = {n: torch.stack([r[n] for r in records_of(COUNT)]) for n in ("x", "y")}
+    with plan_of(COUNT, sample_rate=1.0, expected_batch_size=None, steps=7).start() as run:
+        for step, indices in enumerate(run.batches()):
+            batch = {name: t[indices] for name, t in stacked.items()}
+            if step == RARE_STEP and rank == 1:
+                batch["x"][0] = RARE
+            run.backward(model, switching, batch)
+        return run.released
+
+
+def test_what_one_rank_cannot_put_back_is_refused_on_all_before_any_pass(tmp_path: Path) -> None:
+    """A rank that made passes of its own would wait for the other one's for ever."""
+    first, second = on_ranks(2, tmp_path, writing_what_cannot_be_put_back)
+    assert "was changed while records went through" in str(first), first
+    assert "too large to be put back" in str(second), second
+
+
+def label_beyond_the_classes(rank: int) -> int:
+    model = sharded(model_of())
+
+    def classes(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        labels = torch.full((len(batch["x"]),), 9117)
+        return nn.functional.cross_entropy(model(batch["x"]).float(), labels, reduction="none")
+
+    with plan_of(COUNT, sample_rate=1.0, expected_batch_size=None, steps=2).start() as run:
+        for batch in run.loader(records_of(COUNT), steps=2):
+            run.backward(model, classes, batch)
+        return run.released
+
+
+def test_no_rank_tells_the_label_that_is_beyond_the_classes(tmp_path: Path) -> None:
+    for found in on_ranks(2, tmp_path, label_beyond_the_classes):
+        assert "none of the" in str(found) and "9117" not in str(found), found

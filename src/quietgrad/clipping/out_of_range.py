@@ -5,10 +5,10 @@ much (it tells the number, which is the record's, or how many records the batch 
 
 from __future__ import annotations
 
-import contextlib
 import re
 import traceback
 from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import FrameType, TracebackType
 
@@ -27,15 +27,16 @@ _TABLES = ("embedding", "embedding_bag")
 _CLASSES = ("cross_entropy", "nll_loss")
 
 
-@contextlib.contextmanager
-def naming_numbers(model: nn.Module, batch: Examples) -> Iterator[None]:
-    """While the model meets records.
+@contextmanager
+def naming_numbers(model: nn.Module, batch: Examples | None) -> Iterator[None]:
+    """While the model meets records: of this process, or None where it keeps others company.
 
     Raises:
         ValueError: in place of torch's error, with the layer and what to do; without the number.
     """
     try:
-        with naming_stacked(batch.records, batch.views):
+        stacked = nullcontext() if batch is None else naming_stacked(batch.records, batch.views)
+        with stacked:
             yield
     except (IndexError, RuntimeError) as error:
         if type(error) not in (IndexError, RuntimeError) or not _SAID.search(str(error)):

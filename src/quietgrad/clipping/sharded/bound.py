@@ -35,6 +35,7 @@ from quietgrad.clipping.engines.summing import Summing
 from quietgrad.clipping.engines.work import Work
 from quietgrad.clipping.norms.estimators.projections import Projections
 from quietgrad.clipping.one_at_a_time import one_at_a_time
+from quietgrad.clipping.out_of_range import naming_numbers
 from quietgrad.clipping.planner.execution import ExecutionChoice
 from quietgrad.clipping.sharded.company import Company
 from quietgrad.clipping.sharded.passes import add_scattered, keep_company
@@ -114,7 +115,8 @@ class ShardedClipper(BoundClipper):
             for own, rows in self._rounds(parts, company):
                 early = self._guard.is_early(self._subject(layout), max(rows), step)
                 watching = self._watching(layout, own, rows, step, company)
-                with watching, unchanged(self.model, thorough=early):
+                numbers = naming_numbers(self.model, own)
+                with watching, numbers, unchanged(self.model, thorough=early):
                     size = self._size_of_passes(layout, own, rows, step, company)
                     times = self._guard.least_times(self.model, layout.parameters)  # once looked at
                     work = replace(work, least_times=times)
