@@ -4,8 +4,9 @@ starts.
 
 from __future__ import annotations
 
+import copy
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType, ModuleType
 from typing import Any
 
@@ -217,8 +218,13 @@ def _held_by(thing: Any) -> dict[str, Any]:
         return {}
 
 
+_BatchNorm = nn.modules.batchnorm._BatchNorm
+
+
 def replace_batch_norm(model: nn.Module, groups: int = 16) -> nn.Module:
-    """Replaces every BatchNorm layer of ``model``, in place, by a GroupNorm of the same width.
+    """Replaces every BatchNorm layer of ``model``, in place, by a GroupNorm of the same width, with
+    its scale and shift. What a layer of another library does after it has normalised, by modules of
+    its own one after the other (an activation inside it), follows the GroupNorm.
 
     Args:
         model: changed in place.
@@ -227,17 +233,77 @@ def replace_batch_norm(model: nn.Module, groups: int = 16) -> nn.Module:
             that is normalized by itself.
 
     Returns:
-        The model, or a new GroupNorm where the model itself is a BatchNorm layer.
+        The model, or what stands for it where the model itself is a BatchNorm layer.
+
+    Raises:
+        ValueError: naming a layer that does something else beside normalising, or has no width yet;
+            nothing is replaced then.
     """
-    if isinstance(model, nn.modules.batchnorm._BatchNorm):
-        channels = model.num_features
-        most = channels // 2 if isinstance(model, nn.BatchNorm1d) else channels
-        wanted = range(1, max(1, min(groups, most)) + 1)
-        fitting = max(g for g in wanted if channels % g == 0)
-        norm = nn.GroupNorm(fitting, channels, eps=model.eps, affine=model.affine)
-        if model.affine:
-            norm.load_state_dict({"weight": model.weight.detach(), "bias": model.bias.detach()})
-        return norm.to(next(model.parameters()).device) if model.affine else norm
-    for name, child in model.named_children():
-        setattr(model, name, replace_batch_norm(child, groups))
-    return model
+    return with_group_norms(model, lambda channels: groups)
+
+
+def with_group_norms(model: nn.Module, groups_of: Callable[[int], int]) -> nn.Module:
+    """``replace_batch_norm``; ``groups_of``: channels to the number of groups wanted."""
+    layers = {id(m): (name, m) for name, m in named_modules_of(model) if isinstance(m, _BatchNorm)}
+    made = {
+        known: _group_norm(name, layer, groups_of(layer.num_features))
+        for known, (name, layer) in layers.items()
+    }
+    for module in list(model.modules()):
+        for local, child in module._modules.items():  # a layer may stand in several places
+            if id(child) in made and id(module) not in made:
+                setattr(module, local, made[id(child)])
+    return made.get(id(model), model)
+
+
+def _group_norm(name: str, layer: _BatchNorm, groups: int) -> nn.Module:
+    channels, after = layer.num_features, list(layer.children())
+    if not channels or not _normalises_first(layer, after):
+        kind = type(layer).__name__
+        raise ValueError(
+            f"layer {name!r} ({kind}) "
+            + (
+                "does more than normalise, and what that is cannot be told: put a module in its "
+                f"place that has an nn.GroupNorm and then does what {kind}.forward does"
+                if channels
+                else "has no width yet: call the model once on a made-up record before"
+            )
+        )
+    most = channels // 2 if isinstance(layer, nn.BatchNorm1d) else channels
+    wanted = range(1, max(1, min(groups, most)) + 1)
+    fitting = max(g for g in wanted if channels % g == 0)
+    norm = nn.GroupNorm(fitting, channels, eps=layer.eps, affine=layer.affine)
+    norm.train(layer.training)
+    if layer.affine:
+        norm.to(layer.weight)
+        norm.load_state_dict({"weight": layer.weight.detach(), "bias": layer.bias.detach()})
+        for local, p in norm.named_parameters():
+            p.requires_grad_(getattr(layer, local).requires_grad)
+    return nn.Sequential(norm, *after) if after else norm
+
+
+def _normalises_first(layer: _BatchNorm, after: list[nn.Module]) -> bool:
+    """Whether a layer normalises and then calls its own modules one after the other, as a copy of
+    it does with statistics and records that are made up.
+    """
+    if not after and type(layer).forward in (_BatchNorm.forward, nn.SyncBatchNorm.forward):
+        return True
+    copied, source = copy.deepcopy(layer).cpu().float().eval(), torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name in ("running_mean", "running_var", "weight", "bias"):
+            if (known := getattr(copied, name)) is not None:
+                known.copy_(torch.rand(known.shape, generator=source, device="cpu") + 0.5)
+        for sizes in ((3, 2), (3,), (2, 3, 2)):  # of images, vectors and volumes
+            x = torch.randn(2, layer.num_features, *sizes, generator=source, device="cpu")
+            try:
+                found = copied(x.clone())
+            except Exception:  # of other dimensions
+                continue
+            expected = nn.functional.batch_norm(
+                x, copied.running_mean, copied.running_var, copied.weight, copied.bias,
+                copied.running_mean is None, 0.0, copied.eps,
+            )  # fmt: skip
+            for module in copied.children():
+                expected = module(expected)
+            return isinstance(found, torch.Tensor) and torch.allclose(found, expected, atol=1e-5)
+    return False

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from quietgrad.checks import require_at_least, require_int
-from quietgrad.clipping.soundness.refusals import refuse_cross_example_layers, replace_batch_norm
+from quietgrad.clipping.soundness.refusals import refuse_cross_example_layers, with_group_norms
 from quietgrad.integrations.opacus.validators.errors import (
     IllegalModuleConfigurationError,
     ShouldReplaceModuleError,
@@ -88,7 +88,8 @@ class ModuleValidator:
 
         Raises:
             TypeError: for other options.
-            ValueError: for both at once.
+            ValueError: for both at once, and for a BatchNorm that does something else beside
+                normalising (``replace_batch_norm``).
         """
         if kwargs:
             raise TypeError(f"fix has no option {sorted(kwargs)[0]!r}; leave it out")
@@ -103,7 +104,7 @@ class ModuleValidator:
         fixed = _fixed_by_the_script(copy.deepcopy(module))
         if replace_bn_with_in:
             fixed = _with_instance_norm(fixed)
-        fixed = _with_group_norm(fixed, num_groups)
+        fixed = with_group_norms(fixed, lambda channels: num_groups or math.gcd(GROUPS, channels))
         for layer in fixed.modules():
             if isinstance(layer, nn.modules.instancenorm._InstanceNorm):
                 layer.track_running_stats = False
@@ -128,14 +129,6 @@ INSTANCE_NORMS: dict[type[Any], type[Any]] = {
     nn.BatchNorm2d: nn.InstanceNorm2d,
     nn.BatchNorm3d: nn.InstanceNorm3d,
 }
-
-
-def _with_group_norm(module: Any, num_groups: int | None) -> Any:
-    if isinstance(module, nn.modules.batchnorm._BatchNorm):
-        return replace_batch_norm(module, num_groups or math.gcd(GROUPS, module.num_features))
-    for name, layer in module.named_children():
-        setattr(module, name, _with_group_norm(layer, num_groups))
-    return module
 
 
 def _with_instance_norm(module: Any) -> Any:
