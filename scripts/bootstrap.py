@@ -209,9 +209,10 @@ def install_torch(venv: pathlib.Path, torch: str) -> None:
     done = pip(venv, "install", *(["--no-deps"] if cpu else ["--constraint", str(LOCK)]), torch)
     if done.returncode == 0:
         return
-    if (
-        "No matching distribution found" not in done.stderr or "Retrying" in done.stderr
-    ):  # or no network
+    # Beside a constraint (PIP_CONSTRAINT) pip calls a build that is nowhere a conflict.
+    constrained = "ResolutionImpossible" in done.stderr
+    nowhere = constrained or "No matching distribution found" in done.stderr
+    if not nowhere or "Retrying" in done.stderr:  # or no network
         raise SetupError(f"installing {torch} failed:\n{last_lines(done)}")
     system = f"{platform.system()} {platform.machine()}"
     lines = [f"found no {torch} for Python {platform.python_version()} on {system}.", ""]
@@ -225,6 +226,8 @@ def install_torch(venv: pathlib.Path, torch: str) -> None:
         ]
     else:
         lines += ["The places where pip looks have no such build for this interpreter."]
+    if constrained:
+        lines += ["Or a constraint that this machine gives pip does not allow it."]
     last = "the default build, forced:  " if cpu else "another torch:               "
     other = torch.split("+")[0] if cpu else "torch==..."
     lines += [
