@@ -108,3 +108,17 @@ def test_what_is_frozen_and_of_half_precision_stays_so() -> None:
 def test_a_layer_without_a_width_is_refused() -> None:
     with pytest.raises(ValueError, match=r"layer '0' \(LazyBatchNorm2d\) has no width yet"):
         replace_batch_norm(nn.Sequential(nn.LazyBatchNorm2d()))
+
+
+def test_a_channel_is_not_normalised_by_itself() -> None:
+    """Squeeze and excitation: a map of one pixel."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.AdaptiveAvgPool2d(1), nn.Conv2d(3, 16, 1), nn.BatchNorm2d(16), nn.Flatten(),
+        nn.Linear(16, 3),
+    )  # fmt: skip
+    replace_batch_norm(model)
+    assert model[2].num_groups == 8
+    batch = {"x": torch.randn(4, 3, 6, 6), "y": torch.tensor([0, 1, 2, 0])}
+    assert_equal_to_oracle(model, cross_entropy, batch)
+    assert replace_batch_norm(nn.BatchNorm2d(1)).num_groups == 1

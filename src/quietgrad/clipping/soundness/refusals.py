@@ -228,9 +228,9 @@ def replace_batch_norm(model: nn.Module, groups: int = 16) -> nn.Module:
 
     Args:
         model: changed in place.
-        groups: number of groups wanted; the largest divisor of the channel count not above it is
-            used, and of BatchNorm1d not above half: of a vector, a group of one channel is a number
-            that is normalized by itself.
+        groups: number of groups wanted; the largest divisor of the channel count that is not above
+            it is used, and not above half of them: of a vector, or a map of one pixel, a group of
+            one channel is a number that is normalized by itself.
 
     Returns:
         The model, or what stands for it where the model itself is a BatchNorm layer.
@@ -239,7 +239,7 @@ def replace_batch_norm(model: nn.Module, groups: int = 16) -> nn.Module:
         ValueError: naming a layer that does something else beside normalising, or has no width yet;
             nothing is replaced then.
     """
-    return with_group_norms(model, lambda channels: groups)
+    return with_group_norms(model, lambda channels: min(groups, channels // 2))
 
 
 def with_group_norms(model: nn.Module, groups_of: Callable[[int], int]) -> nn.Module:
