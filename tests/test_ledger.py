@@ -17,6 +17,7 @@ from plans import changed
 
 from quietgrad import PrivacyConfig, PrivacyPlan
 from quietgrad.accounting import epsilon
+from quietgrad.checks import SettingsWarning
 from quietgrad.clipping import ClippedSum
 from quietgrad.events import PoissonGaussian, RandomizedClipping
 from quietgrad.ledger import LedgerContents, LedgerWriter, SessionStart, read_ledger
@@ -308,7 +309,14 @@ def test_resume_counts_on_and_ends_at_the_plan(path: Path) -> None:
             run.release(run.contribution({"w": torch.zeros(3)}))
     assert all(torch.equal(a, b) for a, b in zip(uninterrupted, first + rest, strict=True))
     with plan_of().start(path) as run:
-        assert list(run.batches()) == []
+        with pytest.warns(SettingsWarning, match="all 12 releases of the plan, made before"):
+            assert list(run.batches()) == []
+        for loop in (run.epochs, run.phases):
+            with pytest.warns(SettingsWarning, match="Load the weights that it trained"):
+                assert list(loop()) == []
+    with plan_of().start(path.with_name("other.jsonl")) as run:
+        release(run, 12)
+        assert list(run.batches()) == list(run.epochs()) == []  # made here, so without a word
     assert read_ledger(path).releases == 12
 
 

@@ -13,6 +13,7 @@ from plans import changed
 
 from attacks.ledgers import BANDED, CONFIG, LARGE, SEED, made, plan_of, release
 from quietgrad import PrivacyConfig
+from quietgrad.checks import SettingsWarning
 from quietgrad.keyring import Session, forget_secrets, read_secrets, rows_path
 from quietgrad.ledger import read_ledger
 from quietgrad.ledger.chain import count_path
@@ -269,7 +270,10 @@ def test_a_run_that_is_over_writes_no_secret(tmp_path: Path) -> None:
             release(run)
     forget_secrets(keys)
     before = path.read_bytes()
-    with plan_of(BANDED).start(path, keys) as run:
+    with (
+        plan_of(BANDED).start(path, keys) as run,
+        pytest.warns(SettingsWarning, match="made before this start"),
+    ):
         assert list(run.batches()) == []
     assert path.read_bytes() == before and not keys.exists()
 

@@ -358,3 +358,22 @@ def test_weights_that_hooks_compute_are_trained(
     for name, g in oracle_clipped_sum(gradients, clip).items():
         assert g.abs().max() > 0, name
         torch.testing.assert_close(found[name], g)
+    for layer in (model[0], model[3]):  # before: a wrapper that no later look could read
+        weight = vars(layer)["weight"]
+        assert type(weight) is Tensor and weight.untyped_storage().nbytes()
+    for step in range(1, 4):
+        bound.clip(batch_of(2, 6), step=step)
+
+
+def test_what_a_layer_keeps_of_its_input_is_no_wrapper() -> None:
+    class Keeps(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            self.last, self.calls = x.detach(), getattr(self, "calls", 0) + 1
+            return super().forward(x)
+
+    torch.manual_seed(0)
+    model, batch = nn.Sequential(Keeps(4, 3)), batch_of(4)
+    bound = Clipper(1.0, engine="bookkeeping").bind(model, cross_entropy)
+    for step in range(4):
+        bound.clip(batch, step=step)
+    assert "last" not in vars(model[0]) or type(model[0].last) is Tensor

@@ -46,7 +46,10 @@ def small() -> nn.Module:
     ("change", "message"),
     [
         (lambda losses: losses.mean(), r"returned a tensor of 0 dimensions.*reduction='none'"),
-        (lambda losses: losses.sum(0, keepdim=True), r"return a tensor of shape \(examples,\)"),
+        (
+            lambda losses: losses.sum(0, keepdim=True),
+            r"a row of another number of losses than the batch",
+        ),
         (lambda losses: losses.unsqueeze(1), r"returned a tensor of 2 dimensions"),
         (lambda losses: losses[:2], r"return a tensor of shape \(examples,\)"),
         (lambda losses: torch.stack([losses, losses], dim=1), r"returned a tensor of 2 dimensions"),

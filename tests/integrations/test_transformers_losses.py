@@ -259,6 +259,14 @@ def test_labels_of_another_kind_than_the_models_are_told_how_to_be(
     assert not (tmp_path / "run" / "ledger.jsonl").exists()
 
 
+def test_labels_that_are_words_are_said_to_be_left_out(tmp_path: Path) -> None:
+    """Before: "the records have no 'labels'", which they had."""
+    data = [one | {"labels": "good"} for one in records()]
+    with pytest.raises(ValueError, match=r"no 'labels' after data_collator.*words.*number them"):
+        trainer(tmp_path / "run", train_dataset=data).train()
+    assert not (tmp_path / "run" / "ledger.jsonl").exists()
+
+
 def test_a_token_beyond_the_vocabulary_names_the_layer(tmp_path: Path) -> None:
     data = [one | {"input_ids": [9117, *one["input_ids"][1:]]} for one in records()]
     with pytest.raises(ValueError, match=r"word_embeddings' has \d+ rows.*tokenizer") as caught:

@@ -48,6 +48,68 @@ def test_a_loop_over_a_closed_run_says_so() -> None:
         next(iter(loader))
 
 
+def index(run: Any, loader: Any) -> None:
+    for batch in loader:
+        batch[0]
+
+
+def unpack(run: Any, loader: Any) -> None:
+    for _x, _y in loader:
+        pass
+
+
+def unpack_later(run: Any, loader: Any) -> None:
+    for batch in loader:
+        _x, _y = batch
+
+
+def unpack_each(run: Any, loader: Any) -> None:
+    for batch in loader:
+        for _x, _y in batch:
+            pass
+
+
+def move(run: Any, loader: Any) -> None:
+    for batch in loader:
+        batch.to("cpu")
+
+
+def move_each(run: Any, loader: Any) -> None:
+    for batch in loader:
+        for part in batch:
+            part.items()
+
+
+@pytest.mark.parametrize("size", [1, 64])  # many micro-batches, or one
+@pytest.mark.parametrize("habit", [index, unpack, unpack_later, unpack_each, move, move_each])
+def test_a_loop_that_takes_a_batch_apart_is_told_where_records_are(
+    habit: Callable[..., None], size: int
+) -> None:
+    """Before: "not enough values to unpack (expected 2, got 1)", which counts micro-batches."""
+    refused = (TypeError, AttributeError)
+    with PLAN.start() as run:
+        loader = run.loader(DATA, physical_batch_size=size)
+        with pytest.raises(refused, match="holds no records of its own") as told:
+            habit(run, loader)
+    assert "per_example_loss(model, batch) is given the records" in str(told.value)
+    assert not any(word in str(told.value) for word in ("expected 2", "got", "too many"))
+
+
+def test_micro_batches_may_still_be_named_one_by_one() -> None:
+    model = nn.Linear(4, 2)
+    with PLAN.start() as run:
+        for batch in run.loader(DATA, physical_batch_size=4, steps=2):
+            first, *others = batch
+            total = run.clip(model, loss, first)
+            for part in others:
+                total = total + run.clip(model, loss, part)
+            run.release(total)
+        for batch in run.loader(DATA, physical_batch_size=64):
+            (part,) = batch
+            run.release(run.clip(model, loss, part))
+    assert run.released == 3
+
+
 def with_closure(run: Any, model: nn.Module, loader: Any, other: nn.Module) -> None:
     optimizer = torch.optim.LBFGS(model.parameters())
     for batch in loader:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import os
 import warnings
 from collections.abc import Mapping, Sequence
@@ -15,6 +16,7 @@ from rich.table import Table
 from quietgrad.checks import how_many
 from quietgrad.cli.output import console, fail, one_line, print_json
 from quietgrad.cli.progress.stages import stages
+from quietgrad.durable import replacing
 
 if TYPE_CHECKING:
     from quietgrad.training.tasks.predictions import Predictions
@@ -77,11 +79,15 @@ def run_predict(
 
 
 def write_csv(path: Path, columns: Mapping[str, Sequence[Any]]) -> None:
-    """Writes a table; an empty cell is nothing."""
-    with open(path, "w", encoding="utf-8", newline="") as file:
-        writer = csv.writer(file)
+    """Writes a table whole or not at all (a part of it would look like one of fewer records); an
+    empty cell is nothing.
+    """
+    with replacing(path) as file:
+        text = io.TextIOWrapper(file, encoding="utf-8", newline="")
+        writer = csv.writer(text)
         writer.writerow(columns)
         writer.writerows(zip(*columns.values(), strict=True))
+        text.detach()  # flushed; the file is closed where it was opened
 
 
 def _require_writable(output: Path, file: Path) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dis
+import sys
 from collections.abc import Iterator, Mapping
-from typing import Any, NoReturn, Protocol
+from types import FrameType
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor
@@ -75,6 +78,14 @@ def _form(value: Any, tensors: list[Tensor]) -> Any:
 class ReadOnce:
     """Is read or clipped once, and so cannot be copied."""
 
+    called = "this"
+
+    if not TYPE_CHECKING:  # else no attribute would be unknown
+
+        def __getattr__(self, name: str) -> NoReturn:
+            told = NOT_RECORDS.format(name=self.called)
+            raise AttributeError(f"{name!r}: {told} (moved to the model's device)")
+
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(
             f"a {type(self).__name__} cannot be copied or pickled: its records would count twice; "
@@ -92,6 +103,8 @@ class MicroBatch(ReadOnce):
         source: the pass over the loader that read it.
         sizes: how many of the records are each user's, in order; None where records are protected.
     """
+
+    called = "a MicroBatch"
 
     def __init__(
         self,
@@ -130,7 +143,7 @@ class MicroBatch(ReadOnce):
         return self.records if self.sizes is None else UserBatch(self.records, self.sizes)
 
     def __getitem__(self, key: Any) -> Any:
-        raise TypeError(NOT_RECORDS.format(name="a MicroBatch"))
+        raise TypeError(NOT_RECORDS.format(name=self.called))
 
     def __repr__(self) -> str:  # no sizes: they are private
         return f"MicroBatch(release={self.release}, is_last={self.is_last})"
@@ -141,11 +154,15 @@ class LoadedBatch(ReadOnce):
     micro-batches in order, once. How many there are, and their sizes, are private.
     """
 
+    called = "a batch of run.loader"
+
     def __init__(self, parts: Iterator[MicroBatch], release: int) -> None:
         self._parts: Iterator[MicroBatch] | None = parts
         self.release = release
 
     def __iter__(self) -> Iterator[MicroBatch]:
+        if _unpacks(sys._getframe(1)):  # Python's own words would count the micro-batches
+            raise TypeError(NOT_RECORDS.format(name=self.called))
         parts, self._parts = self._parts, None
         if parts is None:
             raise RuntimeError(
@@ -155,10 +172,16 @@ class LoadedBatch(ReadOnce):
         return parts
 
     def __getitem__(self, key: Any) -> Any:
-        raise TypeError(NOT_RECORDS.format(name="a batch of run.loader"))
+        raise TypeError(NOT_RECORDS.format(name=self.called))
 
     def __repr__(self) -> str:
         return f"LoadedBatch(release={self.release})"
+
+
+def _unpacks(caller: FrameType) -> bool:
+    """Whether it is at ``x, y = batch``, or at ``for x, y in loader``."""
+    code, place = caller.f_code.co_code, caller.f_lasti
+    return dis.opname[code[place]] == "UNPACK_SEQUENCE" and code[place + 1] > 1
 
 
 def parts_of(batch: Any) -> Iterator[Any]:

@@ -2,23 +2,39 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass, field
 
-from quietgrad.checks import require_at_least, require_int
+from quietgrad.checks import SettingsWarning, require_at_least, require_int
 from quietgrad.clipping.clipped_sum import ClippedSum
 from quietgrad.events import SensitivityClaim
 
 
-def end_of_loop(released: int, planned: int, steps: int | None) -> int:
+def tell_where_none_is_left(released: int, planned: int, above: int = 3) -> None:
+    """To a loop of a process that has made no release of the run: its weights are new ones."""
+    if released >= planned:
+        warnings.warn(
+            f"the ledger has all {planned} releases of the plan, made before this start: this loop "
+            "makes no step, and run.epsilon() is that of the run before. Load the weights that it "
+            "trained; or train anew with another ledger (for the same records the epsilons add)",
+            SettingsWarning,
+            stacklevel=above,
+        )
+
+
+def end_of_loop(released: int, planned: int, steps: int | None, looped: bool = True) -> int:
     """The release before which a loop over batches ends.
 
     Args:
         released, planned: releases.
         steps: of the loop; None takes all that remain.
+        looped: whether this process has had a batch of the run.
 
     Raises:
         TypeError, ValueError: for another number of steps than a whole one.
     """
+    if not looped:
+        tell_where_none_is_left(released, planned, above=4)
     if steps is None:
         return planned
     require_int("steps", steps)

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 
 from quietgrad.accounting import epsilon_report
+from quietgrad.plan.open_batch import OpenBatch, tell_where_none_is_left
 from quietgrad.plan.planned import Planned
 
 
@@ -16,6 +17,7 @@ class TellsProgress:
     _released: int
     _given_up: bool
     _spent: tuple[int, float]
+    _open: OpenBatch | None
 
     @property
     def plan(self) -> Planned:
@@ -31,6 +33,8 @@ class TellsProgress:
         """Numbers of the epochs that remain, one a pass over ``loader``; a resumed run goes on with
         the epoch that it was in.
         """
+        if self._open is None:
+            tell_where_none_is_left(self._released, self.plan.steps)
         while self._released < self.plan.steps:
             yield self._released // self.plan.sampler.steps_per_epoch
 
@@ -38,6 +42,8 @@ class TellsProgress:
         """(phase, steps of it that remain) of the phases that do; a resumed run goes on in the one
         that it was in. Inside, loop over ``batches(steps)``. Where a phase ends is public.
         """
+        if self._open is None:
+            tell_where_none_is_left(self._released, self.plan.steps)
         while self._released < self.plan.steps:
             yield self.plan.phase_at(self._released)
 

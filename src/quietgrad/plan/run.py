@@ -90,7 +90,7 @@ class PrivateRun(LooksTogether, TellsBeside, TellsProgress):
         Raises:
             RuntimeError: where a batch was not released, or in another process than the run's.
         """
-        end = end_of_loop(self._released, self.plan.steps, steps)
+        end = end_of_loop(self._released, self.plan.steps, steps, self._open is not None)
         self._team.loops("begins", self._released)
         while self._released < end:
             self._require_running()

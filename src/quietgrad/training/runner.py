@@ -151,7 +151,7 @@ def train(
         if done < prepared.steps and together.first:
             run_dir.forget_end()  # an extended run's: what was said of it is true no longer
         batches = private.batches() if private is not None else _plain_batches(prepared, done)
-        for indices in batches:
+        for indices in batches if done < prepared.steps else ():
             step = private.released if private is not None else done
             if private is None:
                 torch.manual_seed(model_seed(prepared, step))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from quietgrad.cli.output import console, one_line, print_json, print_table
+from quietgrad.durable import write_whole
 
 
 @one_line
@@ -29,7 +30,7 @@ def run_report(
         write_page(html, page_of(facts))
         written["html"] = str(html)
     if card is not None:
-        card.write_text(card_of(facts), encoding="utf-8")
+        write_whole(card, card_of(facts).encode())
         written["card"] = str(card)
     if as_json:
         print_json(

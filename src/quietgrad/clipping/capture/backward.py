@@ -251,6 +251,8 @@ def require_per_example(losses: Any, n: int) -> None:
     shape = losses.shape if isinstance(losses, Tensor) else None
     if shape != (n,):
         what = type(losses).__name__ if shape is None else f"a tensor of {len(shape)} dimensions"
+        if shape is not None and len(shape) == 1:  # what is asked for, but for its length
+            what = "a row of another number of losses than the batch has examples"
         raise ValueError(
             f"per_example_loss returned {what}; return a tensor of shape (examples,), one loss per "
             "example (for torch losses: reduction='none'; "

@@ -127,7 +127,10 @@ def _passes(
             for leaf, dim in zip(example_leaves, in_dims, strict=True)
         ]
         args, kwargs = pytree.tree_unflatten(full, spec)
-        with contextlib.nullcontext() if use.autocast is None else use.autocast.again():
+        with (
+            contextlib.nullcontext() if use.autocast is None else use.autocast.again(),
+            _attributes_kept(module),
+        ):
             flat = pytree.tree_leaves(functional_call(module, parameters, args, kwargs, **OWN))
         return [flat[p] for p in positions]
 
@@ -208,6 +211,21 @@ def _passes(
         return None
 
     return together, by_autograd
+
+
+@contextlib.contextmanager
+def _attributes_kept(module: nn.Module) -> Iterator[None]:
+    """What a pass leaves in plain attributes (a weight that a hook computes, the last input) is put
+    back: under vmap it is a wrapper, which is dead after it, and nobody can look into it.
+    """
+    before = [(vars(m), dict(vars(m))) for m in module.modules()]
+    try:
+        yield
+    finally:
+        for now, then in before:
+            for name in now.keys() - then.keys():
+                del now[name]
+            now.update(then)
 
 
 def _norms(gradients: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -58,8 +58,9 @@ class RecordLoss:
         missing = next((name for name in self.labels if name not in batch), None)
         if missing is not None:
             raise ValueError(
-                f"the records have no {missing!r}, so there is no loss; let data_collator "
-                "return it, or give per_example_loss= (model, batch -> one loss a record)"
+                f"the records have no {missing!r} after data_collator, so there is no loss; let it "
+                "return it (labels that are words are left out by Trainer's own: number them), or "
+                "give per_example_loss= (model, batch -> one loss a record)"
             )
         if self.head is _answer and "decoder_input_ids" not in inputs:
             # As the model does where it is given the labels.

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quietgrad.durable import replacing
 from quietgrad.training.exporting.exportable import BATCH, SHORTEST, Exportable, with_shape
 from quietgrad.training.files.provenance import FILE as DESCRIPTION_FILE
 from quietgrad.training.prediction import finished_run
@@ -103,7 +104,12 @@ def export_run(run_dir: Path, form: str, output: Path) -> dict[str, Any]:
             _write_onnx(program, metadata, output)
             difference = max(difference, _difference_of_onnx(given, output))
         else:
-            torch.export.save(program, output, extra_files={METADATA: json.dumps(metadata)})
+            # In memory first: torch's writer ends the whole process, after an error that it met
+            # (a full disk), when it is thrown away.
+            held = io.BytesIO()
+            torch.export.save(program, held, extra_files={METADATA: json.dumps(metadata)})
+            with replacing(output) as file:
+                file.write(held.getbuffer())
     return {**metadata, "format": form, "output": str(output), "largest_difference": difference}
 
 
