@@ -8,7 +8,9 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,6 +25,9 @@ from quietgrad.events import PoissonGaussian, RandomizedClipping
 from quietgrad.ledger import LedgerContents, LedgerWriter, SessionStart, read_ledger
 from quietgrad.ledger.chain import SLOT, START, count_path, create_count, encoded
 from quietgrad.ledger.records import (
+    ClippingNorm,
+    EarlierRun,
+    Extension,
     Mechanism,
     NoiseBlock,
     NoiseDrawn,
@@ -32,6 +37,7 @@ from quietgrad.ledger.records import (
 )
 from quietgrad.noise import GaussianNoise
 from quietgrad.plan import PrivateRun
+from quietgrad.schedules import Course, StepSettings
 
 CONFIG = PrivacyConfig(
     noise_multiplier=1.1, expected_batch_size=8, steps=12, seed=3, data_are_public=True
@@ -245,15 +251,26 @@ def test_release_before_any_mechanism_is_refused(path: Path) -> None:
         read_ledger(path)
 
 
+@pytest.mark.parametrize("step", [0, 2])
 @pytest.mark.parametrize(
-    "record", [Release(0), Release(2), NoiseBlock(0, "0" * 64), NoiseBlock(2, "0" * 64)]
+    "of",
+    [
+        Release,
+        lambda step: NoiseBlock(step, "0" * 64),
+        lambda step: SessionStart(step, "a name", "0" * 32),
+        lambda step: ClippingNorm(step, 2.0),
+        lambda step: Extension(step, Course(((3, StepSettings(1.1, 0.1, 1.0)),))),
+        lambda step: EarlierRun(step, {"private": True}),
+    ],
+    ids=["release", "block", "session", "norm", "extension", "earlier run"],
 )
 def test_a_line_of_another_step_than_comes_next_is_refused(
-    record: Release | NoiseBlock, path: Path
+    of: Callable[[int], Any], step: int, path: Path
 ) -> None:
+    record = of(step)
     create_count(count_path(path))
     with LedgerWriter(path) as writer:
-        writer.mechanism(EVENT)
+        writer.mechanism(EVENT, planned_steps=4, max_grad_norm=1.0)
         writer.release(0)
     lines = path.read_bytes().splitlines()
     chain = json.loads(lines[-1])["chain"]

@@ -204,6 +204,7 @@ def other_parts(plan: PrivacyPlan) -> dict[str, dict[str, object]]:
         # The report belongs to eight steps at the plan's delta; it would go on saying so.
         "event of more steps": {"event": replace(plan.event, steps=800)},
         "another delta": {"delta": 1e-12},
+        "records of users clipped": {"clipper": replace(plan.clipper, combined="mean")},
     }
 
 

@@ -5,6 +5,7 @@ refused.
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -221,6 +222,8 @@ def test_bad_arguments_are_refused() -> None:
         changed(CONFIG, users=Users()).build(RECORDS)
     with pytest.raises(ValueError, match="another number of entries"):
         CONFIG.build(RECORDS, record_owner=["a", "b"])
+    with pytest.raises(ValueError, match="another number of entries"):
+        CONFIG.build(RECORDS, record_owner=[*owners(), *owners()])
     with pytest.raises(ValueError, match="leave record_ids out"):
         CONFIG.build(2, [b"a", b"b"], record_owner=["a", "b"])
     with pytest.raises(TypeError, match="users='all' is no record"):
@@ -236,6 +239,13 @@ def test_bad_arguments_are_refused() -> None:
     with plan.start() as run, pytest.raises(ValueError, match="one owner each") as refused:
         run.loader(TensorDataset(torch.zeros(7, 5)))
     assert "120" not in str(refused.value)
+
+
+def test_users_are_not_drawn_where_records_are_clipped() -> None:
+    """Mutant: each record of a user who was drawn added the clipping norm."""
+    plan = CONFIG.build(RECORDS, record_owner=owners())
+    with pytest.raises(ValueError, match="users are drawn and records are clipped"):
+        replace(plan, clipper=replace(plan.clipper, combined=None))
 
 
 def test_delta_is_judged_by_the_number_of_users() -> None:

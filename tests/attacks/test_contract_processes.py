@@ -5,6 +5,7 @@ succeed.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import multiprocessing
 import os
@@ -21,7 +22,7 @@ from torch import nn
 from attacks.contract import at, data, loss, model_of, opened, plan_of
 from quietgrad.clipping import Clipper, clipped_gradients
 from quietgrad.clipping import bound as clipping_engine
-from quietgrad.clipping.soundness.processes import refuse_launcher
+from quietgrad.clipping.soundness.processes import on_public_records, refuse_launcher
 from quietgrad.distributed import team
 from quietgrad.ledger import LedgerWriter
 from quietgrad.plan import run
@@ -98,6 +99,18 @@ def test_a_group_of_one_is_one_process() -> None:
     private, indices = opened()
     private.step(model_of(), loss, at(indices))
     assert private.released == 1
+
+
+@pytest.mark.usefixtures("group_of_one")
+def test_what_public_records_allow_ends_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mutant: after one measurement on public records no process group was refused any more."""
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda *_: 2)
+    with on_public_records():
+        clipped_gradients(model_of(), loss, data(), 1.0)
+    with contextlib.suppress(KeyError), on_public_records():
+        raise KeyError
+    with pytest.raises(RuntimeError, match="process group of 2 ranks"):
+        clipped_gradients(model_of(), loss, data(), 1.0)
 
 
 @pytest.mark.usefixtures("group_of_one")

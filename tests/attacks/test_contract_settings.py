@@ -19,6 +19,7 @@ from attacks.contract import RECORDS, at, loss, model_of, opened, plan_of
 from quietgrad import PrivacyConfig
 from quietgrad.accounting.rounding import round_up, round_up_to
 from quietgrad.ledger.chain import count_path
+from quietgrad.plan import seeds
 from quietgrad.plan.seeds import require_secret_seed
 
 # Settings that contradict each other
@@ -146,6 +147,8 @@ LONG = "4f1d8e03b7a62c95d0e4718a3bc9f256"
         "0123456789abcdef" * 2,
         "fedcba9876543210" * 3,
         "02468ace13579bdf" * 2,
+        "0123456789abcdef" + "fedcba9876543210",
+        "42526565540636150102361340410513",  # seven different digits
         (LONG[:16]) * 2,
         (LONG[:12]) * 3,
         f"{7:032x}",
@@ -233,6 +236,24 @@ def test_an_older_copy_of_its_ledger_does_not_go_on_with_a_seed(tmp_path: Path) 
     counts.write_bytes(newest[1])
     with plan_of(seed=seed).start(ledger) as private:
         assert private.released == 3
+
+
+def test_an_older_copy_is_known_by_what_its_ledger_held_at_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The releases were made by another process, and this one has seen their ledger."""
+    seed, ledger = secrets.token_hex(16), tmp_path / "ledger.jsonl"
+    with plan_of(seed=seed).start(ledger) as private:
+        for step, indices in enumerate(private.batches(2)):
+            private.backward(model_of(), loss, at(indices))
+            if not step:
+                older = ledger.read_bytes(), count_path(ledger).read_bytes()
+    monkeypatch.setattr(seeds, "_uses", {})
+    plan_of(seed=seed).start(ledger).close()
+    ledger.write_bytes(older[0])
+    count_path(ledger).write_bytes(older[1])
+    with pytest.raises(ValueError, match="fewer releases than were made with this seed"):
+        plan_of(seed=seed).start(ledger)
 
 
 def test_a_seeds_run_goes_on_with_its_own_ledger_only(tmp_path: Path) -> None:

@@ -130,6 +130,23 @@ def test_a_count_of_another_run_or_moment_is_refused(path: Path, tmp_path: Path)
         read_ledger(path)
 
 
+@pytest.mark.parametrize("left", [1, 9, -1])
+def test_a_torn_line_hides_no_other_ledger(left: int, path: Path, tmp_path: Path) -> None:
+    """The count file knows the digest of all lines but the last: a mutant took for that line what
+    another run, of nine times the noise, would have written there.
+    """
+    made(path, 5)
+    other = tmp_path / "other.jsonl"
+    made(other, 5, noise_multiplier=9.9)
+    *whole, last = lines_of(other)
+    path.write_bytes(b"".join(whole) + last[:left])
+    before = path.read_bytes()
+    for attempt in (lambda: read_ledger(path), lambda: plan_of(noise_multiplier=9.9).start(path)):
+        with pytest.raises(ValueError, match="was shortened"):
+            attempt()
+    assert path.read_bytes() == before
+
+
 def test_a_ledger_that_grows_while_it_is_read_is_read(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

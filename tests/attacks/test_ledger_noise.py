@@ -289,3 +289,20 @@ def test_what_the_model_draws_is_keyed_by_session_and_step(path: Path) -> None:
                 assert run.model_seed() == found[-1] and 0 <= found[-1] < 2**63
                 release(run)
     assert len(set(found)) == 6
+
+
+@pytest.mark.parametrize("config", [CONFIG, BANDED], ids=["independent", "correlated"])
+def test_two_copies_that_go_on_draw_other_batches_and_numbers(
+    config: PrivacyConfig, tmp_path: Path
+) -> None:
+    """Mutant: where earlier roots are kept, coins and dropout were those of the first start."""
+    one, two = tmp_path / "one", tmp_path / "two"
+    one.mkdir()
+    with plan_of(config).start(one / "ledger.jsonl", one / "keys") as run:
+        release(run)
+    shutil.copytree(one, two)
+    drawn = []
+    for folder in (one, two):
+        with plan_of(config).start(folder / "ledger.jsonl", folder / "keys") as run:
+            drawn.append((run.model_seed(), next(run.batches()).tolist()))
+    assert drawn[0][0] != drawn[1][0] and drawn[0][1] != drawn[1][1]

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from quietgrad import PrivacyConfig
 from quietgrad.durable import temporary_of
-from quietgrad.keyring import places_path, read_secrets, rows_path
+from quietgrad.keyring import forget_secrets, places_path, read_secrets, rows_path
 from quietgrad.ledger import read_ledger
 from quietgrad.ledger.chain import count_path
 from quietgrad.noise import BandedNoise, IndependentNoise
@@ -174,3 +174,27 @@ def test_a_ledger_without_an_end_is_refused(kind: str, tmp_path: Path) -> None:
         os.mkfifo(ledger)
     with pytest.raises(ValueError, match=r"ledger=.* is no file"):
         CONFIG.build(len(RECORDS)).start(ledger)
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o620, 0o604, 0o602], ids=oct)
+def test_keys_that_others_may_read_or_write_are_refused(mode: int, tmp_path: Path) -> None:
+    """Who reads them can take the noise off, and who writes them chooses what is drawn."""
+    ledger, keys = tmp_path / "ledger.jsonl", tmp_path / "keys.json"
+    assert released(ledger, keys) == 2
+    before = keys.read_bytes(), ledger.read_bytes()
+    keys.chmod(mode)
+    with pytest.raises(ValueError, match=r"read or written by others.*chmod 600"):
+        released(ledger, keys)
+    assert (keys.read_bytes(), ledger.read_bytes()) == before
+    keys.chmod(0o600)
+    assert released(ledger, keys) == 4
+
+
+def test_what_a_kill_left_of_secrets_is_removed_with_them(tmp_path: Path) -> None:
+    keys = tmp_path / "keys.json"
+    for path in (keys, rows_path(keys), places_path(keys)):
+        for left in (path, temporary_of(path)):
+            left.write_text("secret")
+    (tmp_path / "ledger.jsonl").write_text("{}")
+    forget_secrets(keys)
+    assert [path.name for path in tmp_path.iterdir()] == ["ledger.jsonl"]

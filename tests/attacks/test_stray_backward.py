@@ -98,7 +98,20 @@ def without_the_run_s(run: PrivateRun, model: nn.Module, optimizer: Any, batch: 
     optimizer.step()
 
 
-@pytest.mark.parametrize("body", [behind, halved, in_a_closure, without_the_run_s])
+def of_the_last_layer(run: PrivateRun, model: nn.Module, optimizer: Any, batch: Batch) -> None:
+    """The gradients before it, which are looked at first, are the release's."""
+    optimizer.zero_grad()
+    run.backward(model, good, batch)
+    last = [*model.parameters()][-1]
+    raw(model, batch).backward(inputs=[last])
+    assert last.grad is not None
+    last.grad = last.grad.clone()
+    optimizer.step()
+
+
+@pytest.mark.parametrize(
+    "body", [behind, halved, in_a_closure, without_the_run_s, of_the_last_layer]
+)
 @pytest.mark.parametrize("make", [sgd, adam(), adam(foreach=True), adam(fused=True)])
 def test_what_a_stray_backward_left_is_not_stepped_on(body: Body, make: Any) -> None:
     model = small()

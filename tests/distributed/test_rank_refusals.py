@@ -19,6 +19,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from quietgrad import PrivacyConfig
+from quietgrad.beside import AdaptiveClipping
 from quietgrad.clipping import Clipper
 from quietgrad.distributed import shares
 from quietgrad.ledger import read_ledger
@@ -155,6 +156,13 @@ def differing_work(rank: int, folder: str) -> dict[str, str]:
         finally:
             shares.share_of = SHARE
 
+    def one_on_neither(run: Any, model: nn.Module) -> None:
+        shares.share_of = lambda whole, *place: SHARE(whole[1:], *place)  # type: ignore[assignment]
+        try:
+            one_step(run, model)
+        finally:
+            shares.share_of = SHARE
+
     def one_more_record(run: Any, model: nn.Module) -> None:
         one_step(run, model, lambda indices: at([*indices, 0] if rank else indices))
 
@@ -200,6 +208,7 @@ def differing_work(rank: int, folder: str) -> dict[str, str]:
         other_parameters,
         other_precision,
         whole_batch_on_each,
+        one_on_neither,
         one_more_record,
         shuffled,
         shuffled_later,
@@ -239,6 +248,7 @@ def test_ranks_that_do_not_work_alike_release_nothing(tmp_path: Path) -> None:
         "other_parameters": "the ranks differ in parameters",
         "other_precision": "the ranks differ in precision",
         "whole_batch_on_each": "do not hold as many records as the batch",
+        "one_on_neither": "do not hold as many records as the batch",
         "shuffled": "the ranks differ in records",
         "shuffled_later": "the ranks differ in records",
         "changing": "the ranks differ in records",
@@ -251,7 +261,7 @@ def test_ranks_that_do_not_work_alike_release_nothing(tmp_path: Path) -> None:
             assert text in of_rank[name], (name, of_rank[name])
         # Nothing was released by any of them, and nothing is afterwards.
         names = [name for name in of_rank if "," not in name]
-        assert len(names) == 13
+        assert len(names) == 14
         for name in names:
             assert of_rank[f"{name}, released"] == "0", name
             assert of_rank[f"{name}, after"], name
@@ -263,6 +273,44 @@ def test_ranks_that_do_not_work_alike_release_nothing(tmp_path: Path) -> None:
     }.items():
         assert own in found[1][name] and "rank 1 stopped" in found[0][name], (name, found[0][name])
     assert read_ledger(tmp_path / "no_ledger.jsonl").releases == 0
+
+
+def moved_later(rank: int) -> tuple[str, int]:
+    """Weights that are alike at the first release, and not at the second, which is looked at."""
+    model = model_of()
+    with plan_of().start() as run:
+        for indices in run.batches():
+            if run.released and rank:
+                with torch.no_grad():
+                    model[0].bias[1] += 1e-9
+            try:
+                run.backward(model, loss, at(indices))
+            except RuntimeError as error:
+                return str(error), run.released
+    return "", run.released
+
+
+def test_weights_that_come_to_differ_after_a_release_are_refused(tmp_path: Path) -> None:
+    """A mutant compared those of the first release alone."""
+    for said, released in on_ranks(2, tmp_path, moved_later):
+        assert "the ranks differ in weights" in said and released == 1
+
+
+def other_norm(rank: int) -> tuple[str, int]:
+    """A clipping norm that follows what is released, and that one rank has lost."""
+    with plan_of(adaptive_clipping=AdaptiveClipping()).start() as run:
+        run._beside.max_grad_norm *= 1 + rank
+        try:
+            one_step(run, model_of())
+        except RuntimeError as error:
+            return str(error), run.released
+    return "", run.released
+
+
+def test_ranks_that_clip_to_other_norms_release_nothing(tmp_path: Path) -> None:
+    """The noise of a parameter is that of its owner's norm."""
+    for said, released in on_ranks(2, tmp_path, other_norm):
+        assert "the ranks differ in claim" in said and released == 0
 
 
 def shut_doors(rank: int) -> dict[str, str]:

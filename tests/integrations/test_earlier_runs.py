@@ -108,6 +108,17 @@ def test_a_run_between_hides_none(between: str, tmp_path: Path) -> None:
         looped(module.net)
 
 
+def test_a_session_without_a_release_hides_none_of_its_run(tmp_path: Path) -> None:
+    """Mutant: what the session before it released was forgotten with the next start."""
+    (x, y), plan, model = tensors().tensors, OWN.build(100), Small().net
+    for releases in (True, False):
+        with plan.start(tmp_path / "ledger.jsonl") as run:
+            indices = next(run.batches())
+            (run.backward if releases else run.clip)(model, loss, (x[indices], y[indices]))
+    with pytest.warns(SettingsWarning, match=SAID):
+        looped(model)
+
+
 def test_what_is_no_second_run_says_nothing(tmp_path: Path) -> None:
     """One run that goes on, new weights, records that were declared public."""
     model, ledger = Small().net, tmp_path / "ledger.jsonl"

@@ -14,7 +14,7 @@ from lightning_modules import ADVICE, Small, records
 from lightning_modules import trainer as lightning_trainer
 
 from quietgrad import PrivacyConfig
-from quietgrad.ledger import read_ledger
+from quietgrad.ledger import LedgerWriter, read_ledger
 
 OWN = PrivacyConfig(noise_multiplier=1.0, expected_batch_size=20, steps=2)
 LONGER = PrivacyConfig(noise_multiplier=1.0, expected_batch_size=20, steps=3)
@@ -81,3 +81,16 @@ def test_a_lightning_checkpoint_hides_no_copy_either(tmp_path: Path) -> None:
     alone.accept_start = "epsilons-add"
     lightning_trainer(tmp_path / "four").fit(alone, records())
     assert steps_in(tmp_path / "four") == [2]
+
+
+def test_no_door_goes_on_with_a_run_that_gave_up_its_privacy(tmp_path: Path) -> None:
+    """Before: weights that a Trainer saved said the epsilon of a run with privacy."""
+    stopping = [private_trainers.StopAt(1)]
+    first = private_trainers.trainer(tmp_path / "one", privacy=OWN, callbacks=stopping)
+    first.train()
+    with LedgerWriter(tmp_path / "one" / "ledger.jsonl", resume=True) as ledger:
+        ledger.not_private("a look inside")
+    again = private_trainers.trainer(tmp_path / "one", model=first.model, privacy=OWN)
+    with pytest.raises(ValueError, match=r"gave up its privacy \(a look inside\)"):
+        again.train(resume_from_checkpoint=True)
+    assert read_ledger(tmp_path / "one").releases == 1

@@ -456,6 +456,18 @@ def test_noise_of_other_parameters_is_not_carried_over(memory: str) -> None:
     assert [int(np.count_nonzero(row)) for row in rows] == [1, 1, 2, 1]
 
 
+@pytest.mark.parametrize("memory", MEMORIES)
+def test_another_parameter_of_the_same_shape_begins_a_new_block(memory: str) -> None:
+    """Mutant: its noise was said to be correlated with rows that were never released."""
+    run, made = plan_of(memory=memory).start(), []
+    for indices, name in zip(run.batches(), ("a", "b", "b")):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            rows = torch.zeros(len(indices), 3)
+            made.append(run.release(run.contribution({name: rows}, len(indices))))
+    assert [int(np.count_nonzero(noisy.mixing_row)) for noisy in made] == [1, 1, 2]
+
+
 def test_parameters_that_are_frozen_for_a_step_begin_a_new_block(tmp_path) -> None:
     """Before: KeyError, after the release was counted."""
     run = plan_of().start(tmp_path / "ledger.jsonl")

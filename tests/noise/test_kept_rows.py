@@ -110,6 +110,14 @@ def test_rows_of_other_draws_are_not_gone_on_from(misfit: str, file: Path) -> No
     assert MISFITS[misfit](file) is None
 
 
+@pytest.mark.parametrize("kept", [0, BANDS - 2, BANDS])
+def test_a_file_with_more_or_fewer_rows_is_not_gone_on_from(kept: int, file: Path) -> None:
+    record = torch.load(file, weights_only=True)
+    rows = (record["rows"] * 2)[:kept]
+    torch.save(record | {"rows": rows}, file)
+    assert load()(file) is None
+
+
 @pytest.mark.parametrize("row", [0, BANDS - 2])
 def test_a_damaged_file_is_not_gone_on_from(row: int, file: Path) -> None:
     told = bytearray(file.read_bytes())

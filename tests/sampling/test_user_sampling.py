@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from quietgrad.randomness import RandomKey
-from quietgrad.sampling import PoissonSampler, UserRecords
+from quietgrad.sampling import PoissonSampler, UserIndices, UserRecords
 from quietgrad.sampling.identities import identities_of
 
 KEY = RandomKey.from_seed(0)
@@ -37,6 +37,17 @@ def test_a_batch_holds_users_with_few_records_first_and_each_users_side_by_side(
     part = drawn.span(slice(1, 3))
     assert part.users.tolist() == [3, 1] and part.records.tolist() == [7, 1, 4]
     assert part.sizes == (1, 2)
+
+
+def test_some_users_of_a_batch_have_their_records_alone() -> None:
+    batch = UserIndices(np.array([4, 2, 7]), np.array([9, 1, 3, 5, 6, 8]), (1, 2, 3))
+    for kept, users, records, sizes in (
+        ([True, False, True], [4, 7], [9, 5, 6, 8], (1, 3)),
+        ([False, True, False], [2], [1, 3], (2,)),
+        ([False, False, False], [], [], ()),
+    ):
+        some = batch.where(np.array(kept))
+        assert (some.users.tolist(), some.records.tolist(), some.sizes) == (users, records, sizes)
 
 
 @pytest.mark.parametrize("choice", ["fixed", "fresh"])
@@ -146,6 +157,9 @@ def test_owners_of_a_table_are_read() -> None:
         ([1.0, 2.0**53], "so large that two numbers may be one"),
         (np.array([1.0, 2.0**24 + 1], dtype=np.float32), "so large that two numbers may be one"),
         (torch.tensor([1.0, 2.0**24 + 1]), "so large that two numbers may be one"),
+        (torch.tensor([1.0, 257.0], dtype=torch.bfloat16), "so large that two numbers may be one"),
+        (np.array([1.0, 2049.0], dtype=np.float16), "so large that two numbers may be one"),
+        ([torch.tensor(257.0, dtype=torch.bfloat16), 1.0], "so large that two numbers may be one"),
         (["a", "NA", "b"], "no owner for some record"),  # R, pandas
         (["a", "#N/A", "b"], "no owner for some record"),  # spreadsheets
         (["a", r"\N", "b"], "no owner for some record"),  # data bases

@@ -18,7 +18,7 @@ import pytest
 import torch
 from tiny_runs import crash_at, interrupt_at, train, weights
 
-from quietgrad.ledger import read_ledger
+from quietgrad.ledger import LedgerWriter, read_ledger
 from quietgrad.training.files.run_dir import RunDir
 
 
@@ -159,6 +159,21 @@ def test_without_the_starts_its_releases_go_uncounted(settings) -> None:
     train(of_copy, resume=True, report=lambda progress: seen.append(progress.step))
     # Two common ones, two of the first, and these two; the two of the copy's own are not in them.
     assert seen == [5, 6] and read_ledger(copy).releases == 6
+
+
+def test_a_run_that_gave_up_its_privacy_is_not_gone_on_with(settings) -> None:
+    """Before: its result, and its saved model and card, said the plan's epsilon."""
+    private = settings | {"model.tune": "head", "training.eval_every": 0}
+    _, outcome, run_dir = train(private, report=interrupt_at(3))
+    with LedgerWriter(run_dir.ledger, resume=True) as ledger:
+        ledger.not_private("a look inside")
+    before = run_dir.ledger.read_bytes()
+    with pytest.raises(
+        ValueError, match=r"gave up its privacy \(a look inside\).*new run directory"
+    ):
+        train(private, resume=True)
+    assert outcome.interrupted and run_dir.ledger.read_bytes() == before
+    assert not run_dir.result.exists() and not run_dir.model.exists()
 
 
 def command(*arguments: object) -> list[str]:

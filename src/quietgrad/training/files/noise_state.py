@@ -14,6 +14,7 @@ from pathlib import Path
 from quietgrad.checks import SettingsWarning, listed
 from quietgrad.distributed.together import Together
 from quietgrad.keyring import forget_secrets, read_secrets, secret_files
+from quietgrad.ledger import read_ledger
 from quietgrad.ledger.removing import remove_if_unreleased
 from quietgrad.noise.correlation.mixing import MixingMatrix, load_mixing, save_mixing
 from quietgrad.plan import PrivacyPlan, PrivateRun
@@ -39,7 +40,12 @@ def start_private(
         plan, run_dir, resume, together: what, where, how, and of whom.
         started_from: records of the outputs of earlier runs that the weights are from, which the
             ledger says before a release is made.
+
+    Raises:
+        ValueError: as ``PrivacyPlan.start``, and for a run that gave up its privacy.
     """
+    if resume:  # before the start is recorded
+        together.by_first(lambda: _require_private(run_dir))
     if plan.mixing is not None and not resume:
         together.by_first(lambda: _keep_choice(plan, run_dir))
     run = plan.start(run_dir.ledger, run_dir.secrets, resume)
@@ -51,6 +57,23 @@ def start_private(
         run.close()
         raise
     return run
+
+
+def _require_private(run_dir: RunDir) -> None:
+    """Results, logs and saved weights say an epsilon, and a run that gave up its privacy has none.
+
+    Raises:
+        ValueError: with the remedy.
+    """
+    reason = None
+    with contextlib.suppress(ValueError):  # none there, or damaged: the start says so
+        reason = read_ledger(run_dir.ledger).not_private
+    if reason is not None:
+        raise ValueError(
+            f"cannot resume {str(run_dir.path)!r}: by its ledger this run gave up its privacy "
+            f"({reason}), so that no epsilon could be told of what it makes; begin a new run "
+            "directory, or go on in a loop of your own (plan.start with its ledger)"
+        )
 
 
 def _keep_choice(plan: PrivacyPlan, run_dir: RunDir) -> None:
