@@ -146,6 +146,7 @@ class Subject:
         wanted: Sequence[int] | None = None,
         salt: int = 0,
         times: Tensor | None = None,
+        first: int | None = None,
     ) -> Look:
         """One forward and one backward pass under capture.
 
@@ -155,10 +156,12 @@ class Subject:
             salt: of the random numbers.
             times: [examples] what each layer's output is multiplied by; None for one. Where it is
                 not one, the loss counts ``LOUD_LOSS`` times.
+            first: of many examples, so many are compared, the first ones, by factors; None for all.
         """
 
         def run(reentrant: bool) -> Look:
             found: dict[tuple[str, int], Factors] = {}
+            reached: set[tuple[str, int]] = set()
             own: dict[Key, RuleGradients] = {}
             calls: dict[str, int] = {}
             recordings: list[Recording] = []
@@ -166,11 +169,12 @@ class Subject:
 
             def receive(use: Use) -> None:
                 number = calls[use.site.name] = calls.get(use.site.name, -1) + 1
-                factors = factors_of(use, n)
+                reached.add((use.site.name, number))
+                factors = factors_of(use, n, first)
                 if factors is not None:
                     found[use.site.name, number] = factors
                 given = dict(rule_gradients(use))
-                if times is None:
+                if times is None and first is None:
                     given |= repeated_gradients(use, n, recordings[0])
                 for name, gradients in given.items():
                     own[use.site.name, number, name] = gradients
@@ -188,7 +192,7 @@ class Subject:
                 visit_captured_calls(chosen, recording, self.layout)
                 self.others_stand = others_stand()
             self.coarsest_back = max(self.coarsest_back, watch.roundoff)
-            return Look(losses.detach(), found, own)
+            return Look(losses.detach(), found, own, frozenset(reached))
 
         look = with_any_checkpointing(self.checkpointing, run)
         self.half = self.half or any(factors.half for factors in look.factors.values())
@@ -290,8 +294,10 @@ class Look:
         losses: [examples].
         factors: (layer, number of its call) -> what its per-example gradients are made of.
         own: (layer, number of its call, parameter) -> what a rule of the user's gives.
+        reached: (layer, number of its call) that got a gradient, comparable or not.
     """
 
     losses: Tensor
     factors: dict[tuple[str, int], Factors]
     own: dict[Key, RuleGradients]
+    reached: frozenset[tuple[str, int]] = frozenset()
