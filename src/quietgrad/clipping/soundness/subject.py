@@ -18,6 +18,7 @@ from quietgrad.clipping.capture.backward import (
     PerExampleLoss,
     forward_captured,
     gradients_of_batch,
+    of_a_pass_that_trains,
     require_per_example,
     uncompiled,
     visit_captured_calls,
@@ -111,6 +112,11 @@ class Subject:
         return key_of(self.model, self.layout.parameters)
 
     @property
+    def trained_loss(self) -> PerExampleLoss:
+        """The loss where gradients are looked at: there has to be one."""
+        return of_a_pass_that_trains(self.per_example_loss)
+
+    @property
     def devices(self) -> list[int]:
         return sorted(
             {
@@ -180,7 +186,7 @@ class Subject:
                     own[use.site.name, number, name] = gradients
 
             passes = forward_captured(
-                self.model, self.layout, self.per_example_loss, batch, receive, reentrant
+                self.model, self.layout, self.trained_loss, batch, receive, reentrant
             )
             louder = contextlib.nullcontext() if times is None else louder_layers(self, times)
             watch = Watch()
@@ -215,7 +221,7 @@ class Subject:
         def run(reentrant: bool) -> Tensor:
             with seeded(self.devices), uncompiled(self.model):
                 gradients = gradients_of_batch(
-                    self.model, self.layout, self.per_example_loss, one, reentrant
+                    self.model, self.layout, self.trained_loss, one, reentrant
                 )
                 self._note_seeds()
             here = self.layout.here
@@ -232,9 +238,8 @@ class Subject:
 
         with self.layout.running(), seeded(self.devices), torch.enable_grad():
             with uncompiled(self.model):
-                losses = self.per_example_loss(self.model, one)
+                losses = self.trained_loss(self.model, one)
                 self._note_seeds()
-            require_per_example(losses, batch_size_of(one))
             each_gradient(losses.sum(), in_graph(self.layout), take)
         return torch.stack(list(prints.values()))
 
