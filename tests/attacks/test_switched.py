@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from attacks.guarded import RECORDS, good, records, rows, small
 from attacks.switches import RARE, SWITCHES, back, is_rare, other
-from quietgrad.clipping import Clipper
+from quietgrad.clipping import Clipper, UserBatch
 from quietgrad.clipping.soundness.switches.switched import Switches
 from quietgrad.clipping.soundness.switches.torch_settings import TorchSettings
 
@@ -113,6 +113,34 @@ def test_where_none_can_be_made_up_it_waits_for_the_next_records() -> None:
     assert seen  # the record's own loss shows nothing
     with pytest.raises(ValueError, match=REFUSED):
         bound.clip({"id": torch.tensor([1, 2])}, step=5)
+    assert not seen
+
+
+@pytest.mark.parametrize("unit", ["views", "user"])
+def test_rows_of_one_record_or_user_are_no_others(unit: str) -> None:
+    """Before: the change stayed, as several rows had shown that nothing of theirs is another, and
+    everybody else's was.
+    """
+    seen: list[int] = []
+    model = nn.Embedding(5, 3)
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        found = model(batch).square().sum(-1) * (3.0 if seen else 1.0)
+        if (batch > 2).any():
+            seen.append(1)
+        return found * (batch < 3)
+
+    def those(*ids: int) -> Any:
+        if unit == "views":
+            return torch.tensor(ids).view(-1, 2)
+        return UserBatch(torch.tensor(ids), (2,) * (len(ids) // 2))
+
+    settings: Any = {"views": 2} if unit == "views" else {"combined": "mean"}
+    bound = Clipper(0.2, **settings).bind(model, loss)
+    bound.clip(those(0, 1, 2, 0), step=0)
+    bound.clip(those(3, 4), step=4)
+    with pytest.raises(ValueError, match=REFUSED):
+        bound.clip(those(1, 2, 2, 0), step=5)
     assert not seen
 
 

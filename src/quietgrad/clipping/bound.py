@@ -259,19 +259,19 @@ class BoundClipper:
         if step is None:
             step, self._calls = self._calls, self._calls + 1
         subject = Subject(self.model, layout, self.per_example_loss, self._checkpointing)
-        guard, count = self._guard, batch.groups.rows
+        guard, count = self._guard, batch_size_of(batch.looked_at)
         thorough = always or guard.is_early(subject, count, step)
-        watching = guard.watching(subject, count, lambda: batch.rows, step, always, self._any_of)
-        named = naming_numbers(self.model, batch)
-        with watching, named, unchanged(self.model, thorough=thorough):
-            self._guard.begin(subject, batch.rows, None, self._any_of)
+        looked_at, any_of = batch.looked_at, self._any_of
+        watching = guard.watching(subject, count, lambda: looked_at, step, always, any_of)
+        with watching, naming_numbers(self.model, batch), unchanged(self.model, thorough=thorough):
+            self._guard.begin(subject, looked_at, batch.rows, any_of)
             how = self._choose(layout, batch)
             yield layout, self._guarded(subject, batch, how, step, always)
 
     def _guarded(
         self, subject: Subject, batch: Examples, how: ExecutionChoice, step: int, always: bool
     ) -> ExecutionChoice:
-        rows = batch.rows  # views, and the records of a user, count as examples
+        rows, own = batch.looked_at, batch.rows
         captures = how.engine != "one-example"
         # Records that never run together cannot mix. A batch of one says nothing of how many will
         # run together next time.
@@ -279,7 +279,7 @@ class BoundClipper:
         count, entries = batch_size_of(rows), entries_of(rows)
         size = 1 if alone else max(min(how.physical_batch_size * self.clipper.views, count), 2)
         if always or self._guard.is_due(subject, count, size, step, captures, entries):
-            together = self._guard.examine(subject, rows, size, step, captures, None, self._any_of)
+            together = self._guard.examine(subject, rows, size, step, captures, own, self._any_of)
         else:
             together = not self._guard.takes_alone(subject)
         # Half precision is seen by looking, and then there is one engine alone.

@@ -28,9 +28,14 @@ from quietgrad.clipping.capture.layout.modules import modules_of
 from quietgrad.clipping.capture.routines.opening import routines_opened
 from quietgrad.clipping.capture.row_norms import RowWatch
 from quietgrad.clipping.capture.spread import others_left_alone
+from quietgrad.generators import States
 from quietgrad.tensors import Batch, batch_size_of
 
 Result = TypeVar("Result")
+
+# Passes of which one has to reach what is trained: all of so many leave out two layers, each at a
+# rate of one in two, once in a million times.
+TURNS = 50
 
 PerExampleLoss = Callable[[nn.Module, Batch], Tensor]
 
@@ -109,6 +114,8 @@ def forward_captured(
         if recording.hidden and not reentrant:
             raise _NeedsPlainBackward
         require_per_example(losses, n)
+        if layout.spread is not None or layout.cut is not None:
+            require_gradient(losses)  # ranks make the backward pass together
         yield losses, recording
 
 
@@ -149,7 +156,7 @@ def visit_captured_calls(
     Raises:
         NotCaptured: for a parameter that influences the loss though its module was never called.
     """
-    if recording.attach_all:
+    if recording.attach_all and losses.requires_grad:
         with others_left_alone([recording.root]):
             losses.sum().backward(retain_graph=retain_graph)
         return
@@ -173,7 +180,9 @@ def visit_captured_calls(
 def grads_of(
     loss: Tensor, wanted: list[Tensor], retain_graph: bool = False
 ) -> tuple[Tensor | None, ...]:
-    """``torch.autograd.grad`` where it is allowed to be used."""
+    """``torch.autograd.grad`` where it is allowed to be used; None of a loss without a gradient."""
+    if not loss.requires_grad:
+        return (None,) * len(wanted)
     try:
         return torch.autograd.grad(loss, wanted, allow_unused=True, retain_graph=retain_graph)
     except RuntimeError as error:
@@ -235,7 +244,8 @@ def accumulated_gradients(loss: Tensor, parameters: dict[str, nn.Parameter]) -> 
         for p in parameters.values():
             p.grad = None
         with others_left_alone(parameters.values()):
-            loss.backward()
+            if loss.requires_grad:
+                loss.backward()
         return [p.grad for p in parameters.values()]
     finally:
         for name, p in parameters.items():
@@ -246,7 +256,7 @@ def require_per_example(losses: Any, n: int) -> None:
     """Checks what the user's loss returned; messages do not give the batch's size away.
 
     Raises:
-        ValueError: unless it is one loss per example, with a gradient.
+        ValueError: unless it is one loss per example.
     """
     shape = losses.shape if isinstance(losses, Tensor) else None
     if shape != (n,):
@@ -259,8 +269,38 @@ def require_per_example(losses: Any, n: int) -> None:
             "sum or average over tokens yourself; a loss that compares examples has no per-example "
             "form)"
         )
+
+
+def require_gradient(losses: Tensor) -> None:
+    """Checks that losses depend on what is trained.
+
+    Raises:
+        ValueError: where they do not.
+    """
     if not losses.requires_grad:
         raise ValueError(
             "per_example_loss returned losses without a gradient; check that it does not detach or "
             "use torch.no_grad()"
         )
+
+
+def of_a_pass_that_trains(per_example_loss: PerExampleLoss) -> PerExampleLoss:
+    """The loss, of the first pass that reaches what is trained. LayerDrop may leave out every layer
+    that has an adapter: such a record adds zero where it is clipped, and shows nothing where model
+    and loss are looked at, before the first release.
+
+    Raises:
+        ValueError: in its call, where no number that is drawn makes a difference.
+    """
+
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        for _ in range(TURNS):
+            before = States.now()
+            losses = per_example_loss(model, batch)
+            require_per_example(losses, batch_size_of(batch))
+            if losses.requires_grad or not before.moved():
+                break
+        require_gradient(losses)
+        return losses
+
+    return loss

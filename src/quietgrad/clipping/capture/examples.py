@@ -107,6 +107,14 @@ class Examples:
         return rows_of(self.records, self.views)
 
     @cached_property
+    def looked_at(self) -> Batch:
+        """The rows, views and records of a user each by themselves, in which it is looked for what
+        mixes records or is kept of them. One row where all are one record's, or one user's: they
+        would show nothing of others.
+        """
+        return slice_batch(self.rows, 0, 1) if len(self) == 1 else self.rows
+
+    @cached_property
     def groups(self) -> RowGroups:
         if self.sizes is None:  # no walk through all examples: small models wait for it
             return RowGroups((self.views,) * len(self), single=self.views == 1)

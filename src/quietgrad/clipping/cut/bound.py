@@ -36,7 +36,7 @@ from quietgrad.clipping.planner.execution import ExecutionChoice
 from quietgrad.clipping.soundness.processes import refuse_wrapped_model
 from quietgrad.clipping.soundness.records import take
 from quietgrad.clipping.soundness.subject import Subject
-from quietgrad.tensors import Batch, local_of, spread_like
+from quietgrad.tensors import Batch, batch_size_of, local_of, spread_like
 
 Result = TypeVar("Result")
 
@@ -121,11 +121,12 @@ class CutClipper(BoundClipper):
         self, subject: Subject, batch: Examples, how: ExecutionChoice, step: int, always: bool
     ) -> ExecutionChoice:
         assert self.company is not None
-        early = always or self._guard.is_early(subject, batch.groups.rows, step)
+        count = batch_size_of(batch.looked_at)
+        early = always or self._guard.is_early(subject, count, step)
         chosen = super()._guarded(subject, batch, how, step, always)
         self.company.require_same("guard", f"{chosen.physical_batch_size} {early}")
-        if early and batch.groups.rows:
-            records = batch.rows if self._guard.public is None else self._guard.public
+        if early and count:
+            records = batch.looked_at if self._guard.public is None else self._guard.public
             require_whole_gradients(subject, take(records, [0]), self.company)
         return chosen
 

@@ -23,6 +23,7 @@ from quietgrad.clipping.capture.backward import (
     PerExampleLoss,
     forward_captured,
     gradients_of_batch,
+    of_a_pass_that_trains,
     visit_captured_calls,
     with_any_checkpointing,
 )
@@ -182,6 +183,7 @@ def trace(
         {p.device.index or 0 for p in layout.parameters.values() if p.device.type == "cuda"}
     )
     one, trace_it = slice_batch(batch, 0, 1), _trace if captured else _trace_plain
+    per_example_loss = of_a_pass_that_trains(per_example_loss)
 
     def traced(looks: Looks) -> ModelTrace:
         with torch.random.fork_rng(devices):

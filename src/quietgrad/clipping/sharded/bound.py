@@ -193,13 +193,13 @@ class ShardedClipper(BoundClipper):
     def _rounds(
         self, parts: Iterator[Batch], company: Company
     ) -> Iterator[tuple[Examples | None, list[int]]]:
-        """This rank's next micro-batch, and how many rows each rank has in this round; until no
-        rank has any.
+        """This rank's next micro-batch, and how many rows of each rank are looked at in this
+        round; until no rank has any.
         """
         while True:
             own = next((e for part in parts if len(e := self.examples_of(part))), None)
             self._has_in_this_round(own)
-            count = 0 if own is None else batch_size_of(own.rows)
+            count = 0 if own is None else batch_size_of(own.looked_at)
             known = f"{self._guard.told_of(self.model)} {self._stand_in is None}"
             rows = company.told("micro-batch", count, known, of="loss")
             if not any(rows):
@@ -260,7 +260,7 @@ class ShardedClipper(BoundClipper):
         """The rows of one rank's micro-batch, on every rank; public ones where there are any."""
         if self._guard.public is not None:
             return self._guard.public
-        mine = None if own is None else map_tensors(own.rows, lambda t: t.cpu())
+        mine = None if own is None else map_tensors(own.looked_at, lambda t: t.cpu())
         shared = company.given_by(donor, mine)
         return to_device(shared, next(iter(self.model.parameters())).device)
 

@@ -108,7 +108,7 @@ def _same_gradients(subject: Subject, one: Batch, reentrant: bool) -> bool:
             raise draws_again(use.site.name)
 
     passes = forward_captured(
-        subject.model, layout, subject.per_example_loss, one, receive, reentrant, switch_off=False
+        subject.model, layout, subject.trained_loss, one, receive, reentrant, switch_off=False
     )
     with seeded(subject.devices), passes as (losses, recording):
         recordings.append(recording)

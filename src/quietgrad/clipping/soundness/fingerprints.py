@@ -75,7 +75,8 @@ class Factors:
         return True
 
 
-def factors_of(use: Use, examples: int) -> Factors | None:
+def factors_of(use: Use, examples: int, first: int | None = None) -> Factors | None:
+    """Of one call; ``first``: of so many examples alone, the first ones."""
     gradient = use.output_gradients.get(0)
     if gradient is None or gradient.dim() == 0 or gradient.shape[0] != examples:
         return None
@@ -84,6 +85,8 @@ def factors_of(use: Use, examples: int) -> Factors | None:
         return None  # a table for all examples, which the fallback refuses, or gives one at a time
     x = next((x for x in inputs if x.dim() and x.shape[0] == examples), None)
     half = gradient.dtype in HALVES or (x is not None and x.dtype in HALVES)
+    if first is not None and first < examples:
+        gradient, x, examples = gradient[:first], None if x is None else x[:first], first
     entries = gradient.numel() + (0 if x is None else x.numel())
     few = max(1, AT_ONCE * examples // max(entries, 1))
     parts = [

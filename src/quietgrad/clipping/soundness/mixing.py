@@ -32,7 +32,6 @@ from quietgrad.clipping.soundness.company.experts import require_room_for_all
 from quietgrad.clipping.soundness.company.lengths import require_lengths_apart
 from quietgrad.clipping.soundness.company.quantized import in_evaluation_mode
 from quietgrad.clipping.soundness.company.rows import require_rows_of_records
-from quietgrad.clipping.soundness.company.rule_gradients import own_rules
 from quietgrad.clipping.soundness.held_still import (
     EXTREMES,
     CommonRandomness,
@@ -126,7 +125,7 @@ def require_each_alone(
     _require_no_gradient_between(subject, few, thorough)
     if not decided or (thorough and still.used):
         with in_evaluation_mode(subject.model), CommonRandomness():
-            _compare(subject, records, places, size, thorough)
+            _compare(subject, records, places, size, thorough, again=True)
     return decided
 
 
@@ -171,7 +170,7 @@ def _compare_at(
     """
     try:
         with CommonRandomness(level):
-            return _compare(subject, records, places, size, thorough=False)
+            return _compare(subject, records, places, size, thorough=False, again=True)
     except Mixes:
         raise
     # numbers that hardly ever come together (every layer left out); one example at a time is exact
@@ -200,9 +199,16 @@ def _finite_places(subject: Subject, records: Batch, wanted: int) -> list[int]:
 
 
 def _compare(
-    subject: Subject, records: Batch, places: list[int], size: int, thorough: bool
+    subject: Subject,
+    records: Batch,
+    places: list[int],
+    size: int,
+    thorough: bool,
+    again: bool = False,
 ) -> bool:
-    """Losses and factors alone and in company; False where random numbers cannot be held still."""
+    """Losses and factors alone and in company; False where random numbers cannot be held still.
+    ``again``: with other numbers, of the whole micro-batch by losses alone.
+    """
     few, n = take(records, places), len(places)
     looks = [subject.look(take(few, [row])) for row in range(min(n, LOOKED_AT if thorough else 2))]
     rest = (subject.losses(take(few, [row])) for row in range(len(looks), n))
@@ -227,8 +233,13 @@ def _compare(
             yield subject.losses(take(few, order)), alone[order]
         others = _others(records, places, size)
         if others:
-            company = _losses_of_many(subject, take(records, [*places, *others]), looks, tolerance)
+            many = take(records, [*places, *others])
+            # What counts records may leave their losses as they are.
+            seen = None if again else subject.look(many, first=len(looks))
+            company = subject.losses(many) if seen is None else seen.losses
             yield company[:n], alone
+            for row, look in enumerate(looks if seen is not None else ()):
+                require_same(look, seen, row, tolerance)
             # Mining drops those at the ends, which a few of many may miss.
             for end in {int(company.argmin()), int(company.argmax())} - set(forward):
                 one = take(records, [others[end - n]])
@@ -283,20 +294,6 @@ def _others(records: Batch, places: list[int], size: int) -> list[int]:
     rest = [row for row in range(count) if row not in places]
     again = (row % count for row in range(wanted))
     return [*rest, *again][:wanted]
-
-
-def _losses_of_many(
-    subject: Subject, many: Batch, looks: list[Look], tolerance: Tolerance
-) -> Tensor:
-    """Of the micro-batch as it will run, and where a rule of the user's may count its examples what
-    it gives those that were looked at alone, which come first.
-    """
-    if not own_rules(subject.layout):
-        return subject.losses(many)
-    seen = subject.look(many)
-    for row, look in enumerate(looks):
-        require_same(look, seen, row, tolerance)
-    return seen.losses
 
 
 def _of_made_up(subject: Subject, look: Callable[[], T]) -> T | None:

@@ -18,6 +18,7 @@ from quietgrad.clipping.capture.backward import (
     PerExampleLoss,
     forward_captured,
     gradients_of_batch,
+    of_a_pass_that_trains,
     require_per_example,
     uncompiled,
     visit_captured_calls,
@@ -111,6 +112,11 @@ class Subject:
         return key_of(self.model, self.layout.parameters)
 
     @property
+    def trained_loss(self) -> PerExampleLoss:
+        """The loss where gradients are looked at: there has to be one."""
+        return of_a_pass_that_trains(self.per_example_loss)
+
+    @property
     def devices(self) -> list[int]:
         return sorted(
             {
@@ -146,6 +152,7 @@ class Subject:
         wanted: Sequence[int] | None = None,
         salt: int = 0,
         times: Tensor | None = None,
+        first: int | None = None,
     ) -> Look:
         """One forward and one backward pass under capture.
 
@@ -155,10 +162,12 @@ class Subject:
             salt: of the random numbers.
             times: [examples] what each layer's output is multiplied by; None for one. Where it is
                 not one, the loss counts ``LOUD_LOSS`` times.
+            first: of many examples, so many are compared, the first ones, by factors; None for all.
         """
 
         def run(reentrant: bool) -> Look:
             found: dict[tuple[str, int], Factors] = {}
+            reached: set[tuple[str, int]] = set()
             own: dict[Key, RuleGradients] = {}
             calls: dict[str, int] = {}
             recordings: list[Recording] = []
@@ -166,17 +175,18 @@ class Subject:
 
             def receive(use: Use) -> None:
                 number = calls[use.site.name] = calls.get(use.site.name, -1) + 1
-                factors = factors_of(use, n)
+                reached.add((use.site.name, number))
+                factors = factors_of(use, n, first)
                 if factors is not None:
                     found[use.site.name, number] = factors
                 given = dict(rule_gradients(use))
-                if times is None:
+                if times is None and first is None:
                     given |= repeated_gradients(use, n, recordings[0])
                 for name, gradients in given.items():
                     own[use.site.name, number, name] = gradients
 
             passes = forward_captured(
-                self.model, self.layout, self.per_example_loss, batch, receive, reentrant
+                self.model, self.layout, self.trained_loss, batch, receive, reentrant
             )
             louder = contextlib.nullcontext() if times is None else louder_layers(self, times)
             watch = Watch()
@@ -188,7 +198,7 @@ class Subject:
                 visit_captured_calls(chosen, recording, self.layout)
                 self.others_stand = others_stand()
             self.coarsest_back = max(self.coarsest_back, watch.roundoff)
-            return Look(losses.detach(), found, own)
+            return Look(losses.detach(), found, own, frozenset(reached))
 
         look = with_any_checkpointing(self.checkpointing, run)
         self.half = self.half or any(factors.half for factors in look.factors.values())
@@ -211,7 +221,7 @@ class Subject:
         def run(reentrant: bool) -> Tensor:
             with seeded(self.devices), uncompiled(self.model):
                 gradients = gradients_of_batch(
-                    self.model, self.layout, self.per_example_loss, one, reentrant
+                    self.model, self.layout, self.trained_loss, one, reentrant
                 )
                 self._note_seeds()
             here = self.layout.here
@@ -228,9 +238,8 @@ class Subject:
 
         with self.layout.running(), seeded(self.devices), torch.enable_grad():
             with uncompiled(self.model):
-                losses = self.per_example_loss(self.model, one)
+                losses = self.trained_loss(self.model, one)
                 self._note_seeds()
-            require_per_example(losses, batch_size_of(one))
             each_gradient(losses.sum(), in_graph(self.layout), take)
         return torch.stack(list(prints.values()))
 
@@ -290,8 +299,10 @@ class Look:
         losses: [examples].
         factors: (layer, number of its call) -> what its per-example gradients are made of.
         own: (layer, number of its call, parameter) -> what a rule of the user's gives.
+        reached: (layer, number of its call) that got a gradient, comparable or not.
     """
 
     losses: Tensor
     factors: dict[tuple[str, int], Factors]
     own: dict[Key, RuleGradients]
+    reached: frozenset[tuple[str, int]] = frozenset()

@@ -32,29 +32,46 @@ class Mixes(ValueError):
 
 def require_same(alone: Look, company: Look, row: int, tolerance: Tolerance) -> None:
     """What the gradient of the first example of one pass is made of, against one of another."""
-    _require_same_factors(alone.factors, company.factors, row, tolerance)
+    _require_same_factors(alone, company, row, tolerance)
     for key, one in alone.own.items():
         other = company.own.get(key)
         if other and not one.is_row_of(other, row, tolerance.factor, tolerance.again):
             if one.kind == REPEATED:
                 raise does_not_run_again(key[0])
             raise Mixes(RULE.format(key[2], key[0]))
+    # Of calls in one of them alone: factors say nothing of modules with several outputs.
+    for mine, other, place in ((alone, company, 0), (company, alone, row)):
+        for key, given in mine.own.items():
+            if key[:2] not in other.reached and not given.vanishes(place, tolerance.again):
+                raise _at(key[:2])
 
 
-def _require_same_factors(
-    alone: dict[tuple[str, int], Factors],
-    company: dict[tuple[str, int], Factors],
-    row: int,
-    tolerance: Tolerance,
-) -> None:
+def _require_same_factors(alone: Look, company: Look, row: int, tolerance: Tolerance) -> None:
     # Each layer by its own size: with groups, a layer of small gradients is clipped on its own and
     # counts as much as any. Rounding is all there is of gradients that vanish (keys under a softmax
     # over one position), and it is of the size of what they are a difference of.
-    norms = (float(factors.gradient_norms[0]) for factors in alone.values())
+    norms = (float(factors.gradient_norms[0]) for factors in alone.factors.values())
     floor = tolerance.vanishing * max((norm for norm in norms if math.isfinite(norm)), default=0.0)
-    for key, one in alone.items():
-        if key in company and not one.is_row_of(company[key], row, tolerance.factor, floor):
-            raise Mixes(MIXES.format(f"what its gradient at layer {key[0]!r} is made of"))
+    for key, one in alone.factors.items():
+        if key not in company.factors:
+            same = key in company.reached or _vanishes(one, 0, floor)
+        else:
+            same = one.is_row_of(company.factors[key], row, tolerance.factor, floor)
+        if not same:
+            raise _at(key)
+    # A call that is made in company alone may leave every loss as it was, and no gradient.
+    for key in company.factors.keys() - alone.reached:
+        if not _vanishes(company.factors[key], row, floor):
+            raise _at(key)
+
+
+def _at(key: tuple[str, int]) -> Mixes:
+    return Mixes(MIXES.format(f"what its gradient at layer {key[0]!r} is made of"))
+
+
+def _vanishes(factors: Factors, row: int, floor: float) -> bool:
+    """False too where it is no number."""
+    return float(factors.gradient_norms[row]) <= floor
 
 
 def close(a: Tensor, b: Tensor, relative: float, absolute: float) -> bool:

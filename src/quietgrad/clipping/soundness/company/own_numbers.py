@@ -108,7 +108,7 @@ def _of_one(look: Look, record: int) -> Look:
         return replace(factors, **of_one)
 
     factors = {key: part(factors) for key, factors in look.factors.items()}
-    return Look(look.losses[record : record + 1], factors, {})
+    return Look(look.losses[record : record + 1], factors, {}, look.reached)
 
 
 def _are_alike(subject: Subject, low: Look, high: Look) -> bool:

@@ -134,7 +134,7 @@ def _gradient(subject: Subject, batch: Batch, row: int) -> Tensor:
     """Of one record's loss, all parameters behind each other."""
 
     def of_one(model: nn.Module, records: Batch) -> Tensor:
-        losses = subject.per_example_loss(model, records)
+        losses = subject.trained_loss(model, records)
         return torch.where(torch.arange(len(losses), device=losses.device) == row, losses, 0.0)
 
     def run(reentrant: bool) -> Tensor:

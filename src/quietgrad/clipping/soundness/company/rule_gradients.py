@@ -60,6 +60,11 @@ class RuleGradients:
                 return False
         return True
 
+    def vanishes(self, row: int, share: float) -> bool:
+        """Whether one example's is nothing, but for rounding; False where it is no number."""
+        least = share * float(self.room[row].nan_to_num())
+        return all(float(part[row].norm()) <= least for part in self.parts)
+
     def print_of(self, row: int) -> Tensor:
         """[parts, 2] as ``Subject.plain_prints`` are."""
         rows = [part[row] for part in self.parts]

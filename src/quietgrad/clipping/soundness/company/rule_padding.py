@@ -43,7 +43,7 @@ def require_rules_ignore_padding(subject: Subject, one: Batch) -> None:
 
     def run(reentrant: bool) -> None:
         passes = forward_captured(
-            subject.model, subject.layout, subject.per_example_loss, one, receive, reentrant
+            subject.model, subject.layout, subject.trained_loss, one, receive, reentrant
         )
         with seeded(subject.devices), passes as (losses, recording):
             visit_captured_calls(losses, recording, subject.layout)
