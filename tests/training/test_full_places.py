@@ -5,13 +5,20 @@ writes it once there is room.
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
 import resource
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tiny_runs import train
+
+from quietgrad.ledger import read_ledger
+from quietgrad.training.files.run_dir import RunDir
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -34,6 +41,7 @@ def no_room() -> Iterator[None]:
         ("export", "-o", "model.pt2"),
         ("report", "--card", "card.md"),
         ("report", "--html", "page.html"),
+        ("init", "-o", "new.toml"),
     ],
     ids=lambda command: command[-1],
 )
@@ -44,7 +52,9 @@ def test_what_does_not_fit_leaves_nothing(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Before: a part of the predictions, of the model or of the card, under its name."""
+    """Before: a part of the predictions, of the model or of the card, under its name; of ``init``
+    an empty file, which is the configuration of the demo.
+    """
     table = {
         "model.name": "table:linear",
         "model.tune": "full",
@@ -59,10 +69,47 @@ def test_what_does_not_fit_leaves_nothing(
     run_dir = train(settings | table)[2].path
     monkeypatch.chdir(tmp_path)
     name, *arguments = command
+    of = tmp_path / "table.csv" if name == "init" else run_dir
     before = set(tmp_path.iterdir())
     with no_room():
-        code, _, err = quietgrad(name, run_dir, *arguments)
+        code, _, err = quietgrad(name, of, *arguments)
     assert code == 1 and err.count("\n") == 1 and err.startswith("error: ")
     assert set(tmp_path.iterdir()) == before
-    assert quietgrad(name, run_dir, *arguments)[0] == 0
+    assert quietgrad(name, of, *arguments)[0] == 0
     assert (tmp_path / command[-1]).stat().st_size > 200
+
+
+def test_a_model_that_does_not_fit_ends_in_how_to_go_on(
+    quietgrad: Run,
+    settings: dict[str, Any],
+    write_config: Callable[[dict[str, Any]], Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Before: "OSError: No space left on device", after the last step, and no word of the run."""
+
+    def full(self: RunDir) -> Any:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    config = write_config(settings | {"training.steps": 2})
+    with monkeypatch.context() as patched:
+        patched.setattr(RunDir, "new_model", full)
+        code, _, err = quietgrad("train", config)
+    last = err.splitlines()[-1]
+    assert code == 1 and last.startswith("error: OSError: [Errno 28] No space left on device; ")
+    assert "Go on with: quietgrad train --resume" in last
+    assert quietgrad("train", config, "--resume")[0] == 0
+    assert read_ledger(settings["training.run_dir"]).releases == 2
+
+
+def test_ctrl_c_while_commands_are_loaded_is_one_line(tmp_path: Path) -> None:
+    """Before: a traceback, of whatever was being imported."""
+    (tmp_path / "typer.py").write_text("raise KeyboardInterrupt")
+    command = [sys.executable, "-c", "from quietgrad.cli import main; main()"]
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": _paths(tmp_path)}
+    )
+    assert (done.returncode, done.stderr) == (130, "error: interrupted\n")
+
+
+def _paths(first: Path) -> str:
+    return os.pathsep.join([str(first), *sys.path])

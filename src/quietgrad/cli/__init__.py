@@ -20,6 +20,9 @@ def main() -> None:
         _answer()
     except BaseException as error:
         _leave_others(error)
+        if isinstance(error, KeyboardInterrupt):  # while the commands were being loaded
+            sys.stderr.write("error: interrupted\n")
+            sys.exit(130)
         raise
 
 

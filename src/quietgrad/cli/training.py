@@ -258,11 +258,13 @@ def _has_frozen_layers(prepared: Prepared) -> bool:
 
 @contextlib.contextmanager
 def _told_if_interrupted(run_dir: RunDir) -> Iterator[None]:
-    """Before the steps, which stop by themselves with everything saved."""
+    """Of what stops a run elsewhere than at the end of a step, with everything saved."""
     try:
         yield
-    except KeyboardInterrupt:
-        fail(_interrupted(run_dir), code=130)
+    except (KeyboardInterrupt, OSError) as error:
+        stopped = isinstance(error, KeyboardInterrupt)
+        told = "" if stopped else f"{type(error).__name__}: {error}; "
+        fail(told + _interrupted(run_dir), code=130 if stopped else 1)
 
 
 def _interrupted(run_dir: RunDir) -> str:
@@ -282,9 +284,7 @@ def _sayer(target: Console) -> Callable[[str], None]:
 
 
 def _count_to_keep(result: dict[str, Any]) -> str:
-    """A directory that was rolled back as a whole looks like an earlier state of itself; only a
-    number kept elsewhere can tell.
-    """
+    """Only a number kept elsewhere tells that a directory was rolled back as a whole."""
     if not result["private"]:
         return ""
     return (

@@ -57,7 +57,12 @@ def run_init(
     else:
         task, written = _of_file(source, command, text, label, user, skip_bad)
     with open(output, "x", encoding="utf-8") as file:
-        file.write(written)
+        try:
+            file.write(written)
+            file.flush()
+        except OSError:  # a part of it, or nothing, is a configuration of something else
+            output.unlink()
+            raise
     go_on = shlex.quote(str(output))
     if as_json:
         print_json({"config": str(output), "task": task})
