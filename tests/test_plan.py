@@ -15,7 +15,7 @@ from plans import changed
 from torch import nn
 
 from quietgrad import PrivacyConfig, PrivacyPlan
-from quietgrad.accounting import epsilon
+from quietgrad.accounting import epsilon, epsilon_report
 from quietgrad.accounting.calibrate import EPSILON_TOLERANCE
 from quietgrad.clipping import ClippedSum, Clipper
 from quietgrad.denoising import PersistentAmplification, SpikesWithBulk
@@ -213,6 +213,13 @@ def test_parts_of_different_plans_are_refused(part: str) -> None:
     plan = plan_of()
     with pytest.raises(ValueError, match=r"build plans with PrivacyConfig\.build"):
         replace(plan, **other_parts(plan)[part])
+
+
+def test_an_event_of_fewer_turns_is_refused_with_its_own_report_too() -> None:
+    plan = plan_of()
+    event = replace(plan.event, bands=2)
+    with pytest.raises(ValueError, match="bands=2 is accounted for, but the noise"):
+        replace(plan, event=event, report=epsilon_report(event, plan.delta))
 
 
 def test_consistent_sketched_parts_are_refused_only_when_they_differ() -> None:

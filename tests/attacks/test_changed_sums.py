@@ -19,6 +19,7 @@ CHANGED = "was changed after it was clipped"
 Change = Callable[[dict[str, Tensor]], object]
 CHANGES: dict[str, Change] = {
     "an entry that is not kept": lambda sums: sums["w"][1].fill_(100.0),
+    "a kept entry, behind autograd": lambda sums: sums["w"].data[-4].fill_(100.0),
     "another tensor": lambda sums: sums.update(w=torch.full_like(sums["w"], 100.0)),
     "the same numbers elsewhere": lambda sums: sums.update(w=sums["w"].clone()),
     "a gradient more": lambda sums: sums.update(more=torch.full((3,), 100.0)),

@@ -131,6 +131,9 @@ def test_what_is_no_second_run_says_nothing(tmp_path: Path) -> None:
         looped(model, ledger)
         looped(Small().net)
         looped(model, seed=1, data_are_public=True)
+        unreleased = Small().net
+        clipped(unreleased)  # which trained nothing
+        looped(unreleased)
 
 
 @pytest.mark.parametrize("by", [looped, scripted])

@@ -376,10 +376,12 @@ def gathered_first(micro_batches: int) -> Made:
 
 @pytest.mark.parametrize("first", [1, 3, 5])
 def test_what_is_gathered_at_first_and_used_later_is_refused(first: int) -> None:
-    collating, few = Collating(gathered_first(first)), records()
+    collating, few, made = Collating(gathered_first(first)), records(), 0
     with pytest.raises(ValueError, match="uses what it kept of others"):
         for _ in range(8):
             collating(few[:4])
+            made += 1
+    assert made == {1: 1, 3: 3, 5: 7}[first]  # each at the first look since
 
 
 def test_what_is_kept_and_not_used_is_allowed() -> None:

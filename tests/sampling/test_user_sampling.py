@@ -166,6 +166,7 @@ def test_owners_of_a_table_are_read() -> None:
         (["1.23457E+18", "1.23458E+18"], "so large that two numbers may be one"),
         (["1.2345678901234568e+18", "7.0"], "so large that two numbers may be one"),
         (["9007199254740992.0", "7.0"], "so large that two numbers may be one"),
+        (["9007199254740995.0", "7.0"], "so large that two numbers may be one"),  # no float32
         ([b"a", b"nan", b"b"], "no owner for some record"),  # HDF5, numpy's "S"
         (np.array([b"a", b"NA", b"b"]), "no owner for some record"),
         ([b"1.23457E+18", b"1.23458E+18"], "so large that two numbers may be one"),

@@ -19,7 +19,9 @@ import torch
 from tiny_runs import crash_at, interrupt_at, train, weights
 
 from quietgrad.ledger import LedgerWriter, read_ledger
+from quietgrad.ledger.chain import count_path
 from quietgrad.training.files.run_dir import RunDir
+from quietgrad.training.runner import Progress
 
 
 @pytest.mark.grid(2, "ways to train that share the resume")
@@ -124,6 +126,26 @@ def test_resume_without_the_ledger_of_its_checkpoint_is_refused(left: int, setti
         run_dir.ledger.unlink()
     with pytest.raises(ValueError, match="ledger"):
         train(settings, resume=True)
+
+
+@pytest.mark.parametrize("older", [4, 1])
+def test_a_ledger_and_its_count_of_before_the_checkpoint_are_refused(older: int, settings) -> None:
+    """Nothing of the two files shows it: the releases since would be made once more, uncounted."""
+    private = settings | {"model.tune": "head", "training.eval_every": 0}
+    run_dir, held = RunDir(Path(settings["training.run_dir"])), {}
+
+    def report(progress: Progress) -> None:
+        if progress.step == older:
+            for file in (run_dir.ledger, count_path(run_dir.ledger)):
+                held[file] = file.read_bytes()
+        interrupt_at(5)(progress)
+
+    train(private, report=report)
+    for file, contents in held.items():
+        file.write_bytes(contents)
+    with pytest.raises(ValueError, match=f"is at step 5, but the ledger counts {older} releases"):
+        train(private, resume=True)
+    assert read_ledger(run_dir.path).releases == older
 
 
 def test_a_checkpoint_of_a_copy_that_went_on_by_itself_is_refused(settings) -> None:
