@@ -205,6 +205,19 @@ def test_a_batch_with_gradients_of_no_number_is_taken() -> None:
     assert next(iter(bound._guard._verdicts.values())).together == RECORDS
 
 
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_a_far_record_of_either_sign_is_tried(sign: float) -> None:
+    """A batch is given up where an input is too large, on one side; ordinary ones are on it."""
+
+    def given_up_beyond(model: nn.Module, batch: Numbers) -> Tensor:
+        return squares(model, batch) * (0.0 if bool((sign * batch["x"]).max() > 1e6) else 1.0)
+
+    batch = {name: t.abs() for name, t in records().items()}
+    clipper = Clipper(1.0, engine="bookkeeping", physical_batch_size=RECORDS)
+    with pytest.raises(ValueError, match="depends on other examples"):
+        clipper.bind(Network(as_it_is), given_up_beyond).clip(batch)
+
+
 def test_what_is_made_far() -> None:
     batch = {"x": torch.tensor([[0.5, 2.0], [1.0, 1.0]]), "ids": torch.tensor([3, 4])}
     made = with_first_farthest(batch)

@@ -54,7 +54,13 @@ def scaled_by_the_largest_input(model: nn.Module, batch: dict[str, Tensor]) -> T
     return good(model, batch | {"x": batch["x"] * (1.0 if bool(top < 1e3) else 0.0)})
 
 
+def skipped_where_an_input_is_missing(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    losses = good(model, batch)
+    return torch.where(batch["x"].isfinite().all(), losses, torch.zeros_like(losses))
+
+
 ATTACKS: dict[str, tuple[Callable[[], nn.Module], Loss]] = {
+    "skipped-where-an-input-is-missing": (small, skipped_where_an_input_is_missing),
     "softmax-by-the-largest-of-all": (lambda: With(softmax_by_the_largest_of_all), good),
     "in-twelve-bits": (lambda: With(in_twelve_bits), good),
     "as-it-is-where-all-are-small": (lambda: With(as_it_is_where_all_are_small), good),
@@ -150,6 +156,20 @@ class _Strict(nn.Module):
 def test_models_that_check_their_numbers_are_not_refused() -> None:
     bound = Clipper(1.0, engine="bookkeeping").bind(_Strict(), good)
     assert any(bool(g.any()) for g in bound.clip(records()).gradients.values())
+
+
+def test_a_model_that_refuses_large_numbers_is_tried_without_numbers_all_the_same() -> None:
+    """Mutant: what comes after a loud record that the model does not take is left out."""
+
+    def refusing(model: With, h: Tensor) -> Tensor:
+        if bool((h.abs() > 2.0).any()):
+            raise ValueError("out of range")
+        return h
+
+    with pytest.raises(ValueError, match="beside one that is loud, or no number"):
+        Clipper(LIMIT, engine="bookkeeping", physical_batch_size=64).bind(
+            With(refusing), skipped_where_one_is_not_finite
+        ).clip(records())
 
 
 class _Words(nn.Module):

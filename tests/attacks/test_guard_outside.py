@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attacks.guarded import RECORDS, Loss, good, records, rows, small, switched_off
@@ -106,6 +107,39 @@ class _Strict(nn.Module):
 
 def test_a_model_that_checks_its_numbers_is_not_refused() -> None:
     clipped(_Strict(), good)
+
+
+def test_a_louder_record_is_tried_where_the_farthest_is_refused() -> None:
+    """A flag, in a model that checks its numbers at a million."""
+
+    def checked(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        if bool((batch["x"].abs() > 1e6).any()):
+            raise ValueError("out of range")
+        return twice_where_one_is_far(model, batch)
+
+    with pytest.raises(ValueError, match="depends on other examples"):
+        clipped(small(), checked)
+
+
+@pytest.mark.parametrize("times", [0.0, 3.0])
+def test_outliers_among_many_that_are_not_looked_at_are_taken_alone(times: float) -> None:
+    """A loss that drops, or counts thrice, what is more than four deviations from the mean: among
+    eight nothing is, and there is one at a place that is not looked at.
+    """
+
+    def weighed(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        losses = F.cross_entropy(8.0 * model(batch["x"]), batch["y"], reduction="none")
+        apart = losses.detach() - losses.detach().mean()
+        spread = apart.square().mean().sqrt() + 1e-6
+        return torch.where(apart > 4 * spread, times * losses, losses)
+
+    batch, model = records(64), small()
+    found = model(batch["x"])
+    batch["y"] = found.argmax(1)
+    batch["y"][5] = found[5].argmin()
+    assert bool((weighed(model, batch)[5] - weighed(model, rows(batch, 5))).abs() > 1.0)
+    with pytest.raises(ValueError, match="depends on other examples"):
+        Clipper(1.0, engine="bookkeeping", physical_batch_size=64).bind(model, weighed).clip(batch)
 
 
 def test_whole_numbers_stay_and_others_leave_their_range() -> None:

@@ -96,7 +96,8 @@ def test_book_keeping_refuses_them_with_the_remedy(name: str) -> None:
         bound.clip(Picks(PICKED[name]), loss, ONES)
 
 
-def test_a_mark_that_a_model_cannot_do_without_hides_nothing() -> None:
+@pytest.mark.parametrize("at_the_end", [True, False])
+def test_a_mark_that_a_model_cannot_do_without_hides_nothing(at_the_end: bool) -> None:
     """The half without one raises; the half with two is looked at all the same."""
 
     def strict(batch: Texts) -> Tensor:
@@ -104,9 +105,10 @@ def test_a_mark_that_a_model_cannot_do_without_hides_nothing() -> None:
             raise ValueError("a text has no mark")
         return marked(batch)
 
+    batch = ONES if at_the_end else {**ONES, "ids": ONES["ids"].flip(1)}
     bound = Clipper(LIMIT, engine="bookkeeping", physical_batch_size=16)
     with pytest.raises(ValueError, match="first dimension is not the example"):
-        bound.clip(Picks(strict), loss, ONES)
+        bound.clip(Picks(strict), loss, batch)
 
 
 def test_models_of_whole_texts_are_taken_together() -> None:

@@ -24,7 +24,6 @@ from torch import Tensor
 from quietgrad.clipping.soundness.company.differences import (
     MIXES,
     Mixes,
-    are_same_gradients,
     close,
     require_same,
 )
@@ -37,6 +36,7 @@ from quietgrad.clipping.soundness.held_still import (
     CommonRandomness,
     Level,
 )
+from quietgrad.clipping.soundness.kept.lazily import Passes
 from quietgrad.clipping.soundness.kept.snapshot import Snapshot
 from quietgrad.clipping.soundness.records import (
     FARTHEST,
@@ -74,21 +74,18 @@ _KEEPS = (
 
 def require_no_memory(subject: Subject, batch: Batch) -> None:
     """Examples taken one at a time: the first one's loss and gradient are the same again after the
-    others.
+    others, forward and backward.
 
     Raises:
         Mixes: where they are not.
     """
     first = take(batch, [0])
     with CommonRandomness():
-        before, gradient = subject.losses(first), subject.plain_prints(first)
+        before = Passes.of(first, subject)
         for row in range(1, batch_size_of(batch)):
-            subject.losses(take(batch, [row]))
-        after, again = subject.losses(first), subject.plain_prints(first)
-    tolerance = subject.tolerance(before)
-    _require_same_again(after, before, tolerance)
-    if not are_same_gradients(gradient, again, 10 * tolerance.again):
-        raise Mixes(_KEEPS)
+            subject.plain_prints(take(batch, [row]))
+        if not before.agree(Passes.of(first, subject), subject):
+            raise Mixes(_KEEPS)
 
 
 def require_each_alone(

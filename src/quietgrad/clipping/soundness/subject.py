@@ -214,6 +214,26 @@ class Subject:
         given = [gradients.print_of(0) for gradients in self.look(one).own.values()]
         return torch.cat([plain, *given])
 
+    def loss_and_prints(self, one: Batch) -> tuple[Tensor, Tensor]:
+        """[examples] losses, and ``plain_prints``, of the same pass: what a gradient follows from
+        may be what the pass before it left, which must not be one of the same record.
+        """
+        loss = self.per_example_loss
+        found: list[Tensor] = []
+
+        def noted(model: nn.Module, records: Batch) -> Tensor:
+            with Watch() as watch:
+                found.append(loss(model, records))
+            self._note_precision(watch)
+            return found[-1]
+
+        self.per_example_loss = noted
+        try:
+            prints = self.plain_prints(one)
+        finally:
+            self.per_example_loss = loss
+        return found[0].detach(), prints
+
     def _autograd_prints(self, one: Batch) -> Tensor:
         if self.layout.spread is not None:
             return self._prints_one_by_one(one)

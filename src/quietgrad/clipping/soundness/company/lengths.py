@@ -46,7 +46,9 @@ def require_lengths_apart(subject: Subject, few: Batch, thorough: bool) -> None:
             take(few, [i % batch_size_of(few) for i in range(len(shares))]), shares, padding
         )
         order = list(range(len(shares)))
-        return company.compare(made, [order[::-1], order] if thorough else [order[::-1]])
+        # In one order: neither by length nor the other way round, where there are three.
+        turned = [*order[1::-1], *order[2:]]
+        return company.compare(made, [order[::-1], order] if thorough else [turned])
 
     for shares, padding in itertools.product(some, _paddings(subject.model, few)):
         if all(compared(beside, padding) for beside in _companies(shares, at_once)):
@@ -65,6 +67,8 @@ def _shares(thorough: bool, on_gpu: bool) -> Iterator[tuple[float, ...]]:
     if not on_gpu:  # where the place before a first one would end the process
         yield shares
     yield shares[:-1]  # many models have nothing to say of an empty text
+    if len(shares) > 3:  # nor of one word, as convolutions over words
+        yield shares[:-2]
 
 
 def _paddings(model: nn.Module, records: Batch) -> list[int]:

@@ -19,6 +19,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from quietgrad.clipping.soundness.company.differences import Mixes, are_same_gradients, close
@@ -117,14 +118,15 @@ def _compare(
 
 
 class Passes(NamedTuple):
-    """Loss and gradient of one record."""
+    """Loss and gradient of one record, twice: after what came before, and after itself."""
 
     losses: Tensor
     gradient: Tensor
 
     @classmethod
     def of(cls, one: Batch, subject: Subject) -> Passes:
-        return cls(subject.losses(one), subject.plain_prints(one))
+        found = [subject.loss_and_prints(one) for _ in range(2)]
+        return cls(*map(torch.cat, zip(*found, strict=True)))
 
     def agree(self, other: Passes, subject: Subject) -> bool:
         again = subject.tolerance(self.losses).again
