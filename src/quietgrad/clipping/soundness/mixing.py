@@ -235,11 +235,12 @@ def _compare(
         if others:
             many = take(records, [*places, *others])
             # What counts records may leave their losses as they are.
-            seen = None if again else subject.look(many, first=len(looks))
-            company = subject.losses(many) if seen is None else seen.losses
+            whole = None if again else subject.look(many, first=len(looks))
+            company = subject.losses(many) if whole is None else whole.losses
             yield company[:n], alone
-            for row, look in enumerate(looks if seen is not None else ()):
-                require_same(look, seen, row, tolerance)
+            for row, look in enumerate(looks):
+                if whole is not None:
+                    require_same(look, whole, row, tolerance)
             # Mining drops those at the ends, which a few of many may miss.
             for end in {int(company.argmin()), int(company.argmax())} - set(forward):
                 one = take(records, [others[end - n]])

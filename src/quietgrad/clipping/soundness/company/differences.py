@@ -40,9 +40,9 @@ def require_same(alone: Look, company: Look, row: int, tolerance: Tolerance) -> 
                 raise does_not_run_again(key[0])
             raise Mixes(RULE.format(key[2], key[0]))
     # Of calls in one of them alone: factors say nothing of modules with several outputs.
-    for mine, other, place in ((alone, company, 0), (company, alone, row)):
+    for mine, its, place in ((alone, company, 0), (company, alone, row)):
         for key, given in mine.own.items():
-            if key[:2] not in other.reached and not given.vanishes(place, tolerance.again):
+            if key[:2] not in its.reached and not given.vanishes(place, tolerance.again):
                 raise _at(key[:2])
 
 
