@@ -84,3 +84,19 @@ def test_one_record_first_is_looked_at_too() -> None:
     )
     with pytest.raises(ValueError, match=r"without a gradient.*detach"):
         bound.clip(batch(1), step=0)
+
+
+def test_records_that_leave_each_other_without_a_gradient_end_the_run() -> None:
+    """Several together add zero for no reason of their own: with one record more they might not."""
+
+    def unless_all_are_above(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        losses = loss(model, batch)
+        return losses.detach() if bool((batch["x"][:, 0] > 0).all()) else losses
+
+    records = batch()
+    records["x"][:, 0] = -records["x"][:, 0].abs()
+    bound = Clipper(1e-3).bind(nn.Sequential(nn.Linear(5, 3)), unless_all_are_above)
+    bound.clip(records, step=0)
+    records["x"][:, 0] *= -1
+    with pytest.raises(ValueError, match="without a gradient"):
+        bound.clip(records, step=4)

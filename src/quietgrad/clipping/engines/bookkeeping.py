@@ -23,6 +23,7 @@ from torch import Tensor
 from quietgrad.beside.values import Observed
 from quietgrad.clipping.capture.backward import (
     forward_captured,
+    require_gradient,
     visit_captured_calls,
     with_any_checkpointing,
 )
@@ -47,6 +48,8 @@ def accumulated(work: Work, batch: Examples, keep: bool) -> Accumulator:
             reentrant,
         )
         with passes as (losses, recording):
+            if len(batch) > 1:  # LayerDrop's records come alone: others would decide for each other
+                require_gradient(losses)
             losses_of_examples = batch.averaged(losses)
             accumulator.recording, accumulator.losses = recording, losses.detach()
             visit_captured_calls(losses_of_examples, recording, work.layout)
