@@ -83,6 +83,18 @@ def make_folder(folder: Path) -> None:
         sync_folder(path.parent)
 
 
+def require_open_folder(option: str, path: Path) -> None:
+    """Before any work: that a file can be made where it shall go.
+
+    Raises:
+        ValueError: where its folder, which is there, cannot be written to.
+    """
+    if not os.access(path.absolute().parent, os.W_OK):
+        raise ValueError(
+            f"{option}={str(path)!r}: its folder cannot be written to; name a file in another"
+        )
+
+
 def sync_folder(folder: Path) -> None:
     """Puts a folder's names on disk: a new or renamed file has to outlast a power cut under its
     name, too.

@@ -79,6 +79,29 @@ def test_what_does_not_fit_leaves_nothing(
     assert (tmp_path / command[-1]).stat().st_size > 200
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("audit", "people.toml", "--figure", "shut/audit.png"),
+        ("predict", "runs/first", "people.csv", "--output", "shut/found.csv"),
+        ("export", "runs/first", "--output", "shut/model.pt2"),
+    ],
+    ids=lambda command: command[0],
+)
+def test_a_folder_that_is_shut_is_told_before_any_work(
+    command: tuple[str, ...], quietgrad: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before: an audit trained first."""
+    monkeypatch.chdir(tmp_path)
+    Path("shut").mkdir()
+    Path("people.toml").write_text("[training]\nsteps = 2\n")
+    asked, shut = os.access, tmp_path / "shut"  # root may write where others may not
+    monkeypatch.setattr(os, "access", lambda path, *how: path != shut and asked(path, *how))
+    code, _, err = quietgrad(*command)
+    assert code == 2 and err.count("\n") == 1
+    assert f"{command[-2]}={command[-1]!r}: its folder cannot be written to" in err
+
+
 def test_a_model_that_does_not_fit_ends_in_how_to_go_on(
     quietgrad: Run,
     settings: dict[str, Any],

@@ -21,6 +21,7 @@ from rich.table import Table
 
 from quietgrad import __version__
 from quietgrad.checks import SettingsWarning
+from quietgrad.durable import require_open_folder
 from quietgrad.report.png import require_figure_place
 
 P = ParamSpec("P")
@@ -158,6 +159,7 @@ def require_place(figure: Path) -> None:
             "there",
             2,
         )
+    require_open_folder("--figure", figure)
     require_figure_place(figure, "--figure")
 
 

@@ -16,7 +16,7 @@ from rich.table import Table
 from quietgrad.checks import how_many
 from quietgrad.cli.output import console, fail, one_line, print_json
 from quietgrad.cli.progress.stages import stages
-from quietgrad.durable import replacing
+from quietgrad.durable import replacing, require_open_folder
 
 if TYPE_CHECKING:
     from quietgrad.training.tasks.predictions import Predictions
@@ -96,6 +96,7 @@ def _require_writable(output: Path, file: Path) -> None:
         fail(f"--output={str(output)!r} must end in .csv", 2)
     if not output.absolute().parent.is_dir():
         fail(f"--output={str(output)!r}: no such folder; make it, or name a file in another", 2)
+    require_open_folder("--output", output)
     if output.exists() and file.exists() and output.samefile(file):
         fail(f"--output={str(output)!r} is FILE itself; name another file", 2)
     if output.exists():  # it may be records, or predictions that somebody has worked on

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quietgrad.durable import replacing
+from quietgrad.durable import replacing, require_open_folder
 from quietgrad.training.exporting.exportable import BATCH, SHORTEST, Exportable, with_shape
 from quietgrad.training.files.provenance import FILE as DESCRIPTION_FILE
 from quietgrad.training.prediction import finished_run
@@ -58,6 +58,7 @@ def require_format(form: str, output: Path) -> None:
         raise ValueError(f"--output={str(output)!r} is there already; name another file")
     if not output.absolute().parent.is_dir():
         raise ValueError(f"--output={str(output)!r}: no such folder; make it first")
+    require_open_folder("--output", output)
     absent = [name for name in ONNX_PACKAGES if importlib.util.find_spec(name) is None]
     if form == "onnx" and absent:
         raise ValueError(
