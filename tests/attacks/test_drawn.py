@@ -203,3 +203,29 @@ def test_a_loop_that_ends_in_anothers_draws_leaves_them_alone() -> None:
     with keyed_generators(1):
         assert torch.equal(torch.cat([first, second]), torch.rand(6))
     assert torch.equal(torch.get_rng_state(), own)
+
+
+@pytest.mark.usefixtures("examined_once")
+def test_reading_the_loop_and_the_model_draw_numbers_of_their_own() -> None:
+    """Mutant: one stream for all three, so that a crop told of the mask that came after it."""
+    drawn: dict[str, list[float]] = {"reading": [], "loop": [], "model": []}
+
+    def draw(what: str) -> float:
+        drawn[what].append(float(torch.rand((), dtype=torch.float64)))
+        return drawn[what][-1]
+
+    class Drawing(list[Tensor]):
+        def __getitem__(self, place: Any) -> Any:
+            return super().__getitem__(place) + 0 * draw("reading")
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        draw("model")
+        return model(x).square().sum(1)
+
+    model, config = nn.Linear(2, 1), PrivacyConfig(noise_multiplier=1.0, sample_rate=1.0, steps=2)
+    with config.build(4).start() as run:
+        for batch in run.loader(Drawing(torch.ones(4, 2)), steps=2):
+            draw("loop")
+            run.backward(model, loss, batch)
+    found = [set(numbers) for numbers in drawn.values()]
+    assert all(found) and sum(map(len, found)) == len(set().union(*found))

@@ -191,6 +191,16 @@ def test_the_tail_has_no_end() -> None:
     assert exact.rounded_normals(Chosen({0: [(0, 0), (0, 0), (1, 0)]}), 0, 1, 1.0).item() == 16
 
 
+@pytest.mark.parametrize("below", [1, 2**9 - 1, 2**9, 2**12, 2**20])
+def test_next_to_the_centre_float64_does_not_decide(below: int) -> None:
+    """Mutant: of the 2^-54 next to one float64 makes one, and so a radius of 0 and no number."""
+    stream = Chosen({0: [(2**63 - below, angle_word(0.1)), (2**62, 0), (2**62, 0)]})
+    exactly = [exact._certain(stream, 0, column, 2.0**30) for column in (0, 1)]
+    assert exact.rounded_normals(stream, 0, 2, 2.0**30).tolist() == exactly
+    radius = 2.0**30 * math.sqrt(2 * below * 2.0**-63)
+    assert exactly[0] == pytest.approx(radius * math.cos(0.1 * math.pi), abs=0.6)
+
+
 def masses(scale: float, reach: int) -> np.ndarray:
     """P(k) for |k| < reach, and what is beyond it."""
     inner = np.diff(stats.norm.cdf((np.arange(-reach + 1, reach + 1) - 0.5) / scale))

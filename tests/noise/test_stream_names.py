@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from quietgrad.plan.seeds import key_of_seed
 from quietgrad.randomness import Purpose, RandomKey
 
 PURPOSES: tuple[Purpose, ...] = ("sampling", "projection", "noise", "model", "seal", "user")
@@ -43,3 +44,16 @@ def test_every_byte_of_the_root_counts() -> None:
         lambda key: key.generator("sampling", 3).integers(2**63),
     ):
         assert len({derived(key) for key in keys}) == 33
+
+
+def test_every_digit_of_a_seed_and_of_a_starts_name_counts() -> None:
+    """Mutant: the last 64 bits of a seed fixed its root."""
+    digits, name = "4f1d8e03b7a62c95d0e4718a3bc9f256" * 2, "0" * 32
+
+    def others(text: str) -> list[str]:
+        changed = (text[:i] + f"{int(text[i], 16) ^ 1:x}" + text[i + 1 :] for i in range(len(text)))
+        return [text, *changed]
+
+    roots = {key_of_seed(seed, name).root for seed in others(digits)}
+    assert len(roots) == len(digits) + 1
+    assert len({key_of_seed(digits, start).root for start in others(name)}) == len(name) + 1

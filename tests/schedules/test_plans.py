@@ -17,7 +17,7 @@ from plans import changed
 from torch import nn
 
 from quietgrad import PrivacyConfig, PrivacyPlan
-from quietgrad.accounting import epsilon
+from quietgrad.accounting import epsilon, epsilon_report
 from quietgrad.beside import TrainingLoss
 from quietgrad.denoising import OnMomentum, SpectralSGD, SpikesWithBulk
 from quietgrad.denoising.moment import MomentNoise
@@ -213,10 +213,14 @@ def test_a_torn_release_counts_with_the_settings_planned_for_it(tmp_path: Path) 
     assert epsilon(read_ledger(path).event, plan.delta) == plan.epsilon
 
 
-@pytest.mark.parametrize("what", ["event", "course", "sampler", "noise", "clipper", "none"])
+@pytest.mark.parametrize(
+    "what", ["event", "event and report", "course", "sampler", "noise", "clipper", "none"]
+)
 def test_a_plan_that_would_run_otherwise_than_accounted_is_refused(what) -> None:
     plan = plan_of(schedules=ALL)
+    louder = plan.course.scaled(1.5).event(plan.event.clipping)
     wrong = {
+        "event and report": {"event": louder, "report": epsilon_report(louder, plan.delta)},
         # the first step's settings for all
         "event": {"event": PoissonGaussian(plan.at(0).noise_multiplier, 0.1, 9, ExactClipping())},
         "course": {"course": plan.course.scaled(0.9)},
