@@ -83,7 +83,7 @@ GPU_FACTOR = 2.0
 SMALLEST_NORMAL = 2.0**-126
 
 # A sketched norm may be this much too long and count for it, R up to 2. Beside sketches, what the
-# sum is off by counts as often (docs/privacy/clipping.md).
+# sum is off by counts as often (docs/privacy/sketches.md).
 MOST_COUNTED = LARGEST_COUNTED_RATIO**0.5
 
 # A longer gradient counts as not finite: its square would overflow in the working precision.
