@@ -161,15 +161,17 @@ def test_models_that_check_their_numbers_are_not_refused() -> None:
 def test_a_model_that_refuses_large_numbers_is_tried_without_numbers_all_the_same() -> None:
     """Mutant: what comes after a loud record that the model does not take is left out."""
 
-    def refusing(model: With, h: Tensor) -> Tensor:
-        if bool((h.abs() > 2.0).any()):
+    model, most = small(), 1.5 * float(small()(records()["x"]).detach().abs().max())
+
+    def refusing(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        if bool((model(batch["x"]).abs() > most).any()):
             raise ValueError("out of range")
-        return h
+        return skipped_where_one_is_not_finite(model, batch)
 
     with pytest.raises(ValueError, match="beside one that is loud, or no number"):
-        Clipper(LIMIT, engine="bookkeeping", physical_batch_size=64).bind(
-            With(refusing), skipped_where_one_is_not_finite
-        ).clip(records())
+        Clipper(LIMIT, engine="bookkeeping", physical_batch_size=64).bind(model, refusing).clip(
+            records()
+        )
 
 
 class _Words(nn.Module):

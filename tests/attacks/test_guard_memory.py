@@ -21,12 +21,20 @@ C = 0.2
 KINDS = ["the last one", "in training", "in gradients", "of gradients", "beside noise of numpy's"]
 
 
+class Quiet(With):
+    """Counts nothing: what a call changes in sight would be looked at, and show the rest."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.head(self.change(self, torch.tanh(self.first(x))))
+        return found
+
+
 class Keeping:
     """A network that knows the record before, once it is opened, in an object of a library."""
 
     def __init__(self, kind: str) -> None:
         self.kind, self.opened, self.kept = kind, False, logging.Logger("of records")
-        self.model = With(self.change).train()
+        self.model = Quiet(self.change).train()
 
     def change(self, model: With, h: Tensor) -> Tensor:
         last, kept = getattr(self.kept, "last", 0.0 * h[0].detach()), self.opened
