@@ -193,6 +193,19 @@ def test_a_first_micro_batch_of_one_record_leaves_nothing() -> None:
         collating(few[:4])
 
 
+@pytest.mark.parametrize("place", [1, 3])
+def test_a_row_that_is_made_of_the_one_before_it_is_seen_where_it_stands(place: int) -> None:
+    """No other record's row is made of two."""
+
+    def collate(rows: list[Any]) -> Any:
+        x, y = default_collate(rows)
+        x[place] += x[place - 1]
+        return x, y
+
+    with pytest.raises(ValueError, match="a row of several records"):
+        Collating(collate)(records()[:5])
+
+
 @pytest.mark.parametrize("made", [noisy, noisy_by_itself, padded])
 def test_rows_of_their_own_are_allowed_and_their_numbers_left_alone(
     made: Callable[[], Made],
