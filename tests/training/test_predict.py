@@ -129,9 +129,8 @@ def test_rows_of_tables(quietgrad: Any, tmp_path: Path) -> None:
     assert said.count("note:") == 2
     code, said, err = quietgrad("predict", run_dir.path, file, "--json")
     assert code == 0 and len(json.loads(said)["notes"]) == 2, err
-    code, said, err = quietgrad(
-        "predict", run_dir.path, write_rows(tmp_path / "one.csv", [rows[0]]), "--output", out
-    )
+    one, other = write_rows(tmp_path / "one.csv", [rows[0]]), tmp_path / "other.csv"
+    code, said, err = quietgrad("predict", run_dir.path, one, "--output", other)
     assert code == 0 and "1 record written" in said and "note:" not in said, err
     del rows[0][names[0]]
     rows = [{k: v for k, v in row.items() if k != names[0]} | {names[0] + "s": 1} for row in rows]
