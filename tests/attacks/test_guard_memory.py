@@ -19,6 +19,7 @@ from quietgrad.clipping import Clipper
 REFUSED = "contribution depends on other|depends on earlier ones"
 C = 0.2
 KINDS = ["the last one", "in training", "in gradients", "of gradients", "beside noise of numpy's"]
+KINDS += ["when it comes again"]  # mutant: one pass of it alone is looked at
 
 
 class Quiet(With):
@@ -42,6 +43,8 @@ class Keeping:
             if self.kind == "of gradients":
                 h.register_hook(self.after)
                 return h
+            if self.kind == "when it comes again":
+                return self.again(h)
             self.kept.last = 3.0 * h.detach().mean(0)  # type: ignore[attr-defined]
             if self.kind == "in gradients":
                 h.register_hook(lambda g: g * (0.5 + last.sign()))
@@ -55,6 +58,14 @@ class Keeping:
         last = getattr(self.kept, "last", gradient)
         self.kept.last = gradient.clone()  # type: ignore[attr-defined]
         return gradient * (last.norm() + 0.1) + 0.5 * last.mean(0)
+
+    def again(self, h: Tensor) -> Tensor:
+        now, kept = h.detach().mean(0), self.kept.__dict__
+        last, other = kept.get("last"), kept.get("other")
+        if last is None or not torch.equal(last, now):
+            kept.update(last=now, other=last)
+            return h
+        return h if other is None else h - 3.0 * other
 
     def bound(self) -> Any:
         alone = Clipper(C, engine="one-example")
@@ -123,14 +134,19 @@ def turned(model: With, h: Tensor) -> Tensor:
     return h
 
 
+@pytest.mark.parametrize("back", [1, 2])
 @pytest.mark.parametrize("engine", ["auto", "one-example", "bookkeeping"])
-def test_a_gradient_that_follows_the_record_before_is_refused_at_once(engine: str) -> None:
-    """Mutant: the record's own loss is taken first, and hides what came before it."""
+def test_a_gradient_that_follows_the_record_before_is_refused_at_once(
+    engine: str, back: int
+) -> None:
+    """``back``: passes. Mutants: the record's own loss is taken first, and hides what came before
+    it; or one pass of it alone is looked at.
+    """
 
     def change(model: With, h: Tensor) -> Tensor:
-        last = getattr(model, "last", 0.0 * h[0].detach())
-        model.last = h.detach().mean(0)
-        h.register_hook(lambda g: g * (0.5 + last.sign()))
+        lasts = [*getattr(model, "lasts", ()), h.detach().mean(0)][-back - 1 :]
+        model.lasts = lasts
+        h.register_hook(lambda g: g * (0.5 + lasts[0].sign()) if len(lasts) > back else g)
         return h
 
     with pytest.raises(ValueError, match="depends on"):
