@@ -296,8 +296,7 @@ class Autocast(NamedTuple):
         )
 
 
-@contextlib.contextmanager
-def full_precision() -> Iterator[None]:
+def full_precision() -> contextlib.AbstractContextManager[None]:
     """Products of float32 tensors inside the block are float32 products: no autocast, no TF32 on a
     GPU, no bfloat16 on a processor, whatever the user set for the model's own.
     """
@@ -306,8 +305,13 @@ def full_precision() -> Iterator[None]:
     # "none" is what the settings above it say, which torch has looked up: nothing is narrowed.
     others = [place for place in found if place[3] not in (place[2], "none")]
     if not narrowed and not others:  # nearly always, and once for every layer of every step
-        yield
-        return
+        return contextlib.nullcontext()
+    return _made_full(narrowed, others)
+
+
+@contextlib.contextmanager
+def _made_full(narrowed: list[str], others: list[Any]) -> Iterator[None]:
+    """Inside, these devices do not cast, and these settings of torch's are exact."""
     with contextlib.ExitStack() as stack:
         for device in narrowed:
             stack.enter_context(torch.autocast(device, enabled=False))

@@ -30,8 +30,9 @@ def require_plain(site: Site, values: Iterable[Any]) -> None:
         raise transformed(site)
     for value in values:
         inside = pytree.tree_leaves(value) if isinstance(value, list | tuple | dict) else (value,)
-        if any(isinstance(leaf, Tensor) and leaf.is_nested for leaf in inside):
-            raise nested(site)
+        for leaf in inside:  # no generator: this runs twice a call
+            if isinstance(leaf, Tensor) and leaf.is_nested:
+                raise nested(site)
 
 
 def give_outputs_examples(

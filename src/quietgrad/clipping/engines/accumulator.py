@@ -49,6 +49,7 @@ from quietgrad.clipping.norms.factors import (
 from quietgrad.clipping.norms.factors.direct import Side
 from quietgrad.clipping.norms.factors.extents import Part
 from quietgrad.clipping.norms.factors.groups import RowGroups
+from quietgrad.clipping.norms.factors.products import of_dtype
 from quietgrad.clipping.norms.factors.sums.scratch import Scratch
 from quietgrad.clipping.norms.rounding import (
     Measured,
@@ -188,7 +189,8 @@ class Accumulator:
         else:
             kept = [small]
             dtype = accumulation_dtype(self.layout.parameters[name].dtype)
-            self._at_once.add_small(self.group_of(name), small.values_bn.to(dtype), small.spread_b)
+            values = of_dtype(small.values_bn, dtype)
+            self._at_once.add_small(self.group_of(name), values, small.spread_b)
         self._keep(name, kept)
         made_here = any(isinstance(use, MADE_HERE) for use in kept)
         if self.keep and self.twice and measured is not None and not made_here:
@@ -306,7 +308,7 @@ class Accumulator:
     def gradient_at(self, name: str, example: int) -> Tensor:
         """One example's gradient of one parameter that something was kept of."""
         uses, shape = self.kept[name], self.layout.shape_of(name)
-        require_untouched(name, uses, self._versions[name])
+        require_untouched(name, self._versions[name])
         span, weight = slice(example, example + 1), self.sums.squared.new_ones(1)
         dtype = accumulation_dtype(self.layout.parameters[name].dtype)
         made: Tensor | None = None
@@ -326,25 +328,23 @@ class Accumulator:
             left_out: [b] examples that add exactly zero, whatever their gradients hold; None for
                 none.
         """
+        rows = weights.unbind(0)
         with full_precision():  # once: looking it up costs more than a small sum
             for name in list(self.kept):
-                self._add_weighted_of(name, sums, weights, left_out)
+                self._add_weighted_of(name, sums, rows[self.group_of(name)], left_out)
 
     def add_weighted_of(
         self, name: str, sums: Sums, weights: Tensor, left_out: Tensor | None
     ) -> None:
         """``add_weighted`` for one parameter that something was kept of."""
         with full_precision():
-            self._add_weighted_of(name, sums, weights, left_out)
+            self._add_weighted_of(name, sums, weights[self.group_of(name)], left_out)
 
-    def _add_weighted_of(
-        self, name: str, sums: Sums, weights: Tensor, left_out: Tensor | None
-    ) -> None:
+    def _add_weighted_of(self, name: str, sums: Sums, row: Tensor, left_out: Tensor | None) -> None:
         shape = self.layout.shape_of(name)
         dtype = accumulation_dtype(self.layout.parameters[name].dtype)
-        row = weights[self.group_of(name)]
         kept = self.kept.pop(name)
-        require_untouched(name, kept, self._versions[name])
+        require_untouched(name, self._versions.pop(name))
         for use in kept:
             known = use if left_out is None else use.without(left_out)
             sums[name] = known.weighted_sum(row, shape, dtype, sums.get(name))

@@ -18,30 +18,31 @@ from quietgrad.clipping.norms.rounding import Measured
 from quietgrad.sending import read_together
 from quietgrad.tensors import tensors_of
 
-Versions = tuple[int, ...]
+Versions = list[tuple[Tensor, int]]  # tensors, and how often each was written into
 TOLERANCE = 0.02  # of squared norms that are taken twice
 
 
 def versions_of(kept: Sequence[Kept]) -> Versions:
     """How often each tensor was written into so far: torch counts, for all views of one memory."""
-    found: list[int] = []
+    found: Versions = []
     for use in kept:
         for value in vars(use).values():
             if isinstance(value, Tensor):
-                found.append(value._version)
-            elif value:  # no empty tuple, no None: twice a layer and step
-                found += [x._version for x in tensors_of(value)]
-    return tuple(found)
+                found.append((value, value._version))
+            elif value:  # no empty tuple, no None: once a parameter and step
+                found += [(x, x._version) for x in tensors_of(value)]
+    return found
 
 
-def require_untouched(name: str, kept: Sequence[Kept], measured: Versions) -> None:
+def require_untouched(name: str, measured: Versions) -> None:
     """Refuses what was written into since ``versions_of``.
 
     Raises:
         NotCaptured: naming the parameter.
     """
-    if versions_of(kept) != measured:
-        raise _written_into(name)
+    for tensor, version in measured:
+        if tensor._version != version:
+            raise _written_into(name)
 
 
 def are_same_norms(before: Measured, again: Measured) -> Tensor:

@@ -20,6 +20,7 @@ from quietgrad.clipping.norms.rounding import LEAST_SHARE, unit_roundoff
 from quietgrad.tensors import narrowed_products
 
 SINGLE = unit_roundoff(torch.float32)
+_SINGLE_ALONE = {torch.float32}
 
 # In units of u S, u of a coarser precision than float32: no norm below that divides. A factor that
 # was rounded twice in different ways differs by 2 u.
@@ -70,7 +71,10 @@ def refuse_coarser(layer: str, tensors: Sequence[Tensor], times: float) -> None:
     Raises:
         ValueError: where they are of half precision, and the pass is taken to be without.
     """
-    if least_times(roundoff_of({t.dtype for t in tensors})) > times:
+    dtypes = {t.dtype for t in tensors}
+    if dtypes == _SINGLE_ALONE:  # nearly always, and at every call of a layer
+        return
+    if least_times(roundoff_of(dtypes)) > times:
         raise ValueError(
             f"layer {layer!r} runs in half precision, and nothing did when the model was looked "
             "at: whether it does must not follow from records; run the whole step in "

@@ -112,8 +112,10 @@ OWN = "quietgrad."  # modules whose hooks read no gradient: a run's loop has one
 
 def hooks_on(parameter: torch.Tensor) -> list[Any]:
     """Hooks on a parameter's gradient, but for the library's own."""
-    hooked = (getattr(parameter, name, None) for name in GRADIENT_HOOKS)
-    hooks = [hook for hooks in hooked if hooks for hook in hooks.values()]
+    found = [getattr(parameter, name, None) for name in GRADIENT_HOOKS]
+    if not any(found):  # nearly always, and for every parameter of every step
+        return []
+    hooks = [hook for hooks in found if hooks for hook in hooks.values()]
     return [hook for hook in hooks if not str(getattr(hook, "__module__", "")).startswith(OWN)]
 
 

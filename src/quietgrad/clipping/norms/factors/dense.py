@@ -6,6 +6,7 @@ Shape legend: b examples, g blocks, t positions, p rows, d columns, k projection
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from quietgrad.clipping.norms.factors.matrix import Sizes, Unfolded
 from quietgrad.clipping.norms.factors.products import (
     FEW_COLUMNS,
     gram_products,
+    of_dtype,
     products_over_positions,
     wide_product,
     zeroed,
@@ -52,7 +54,7 @@ class DenseFactors(Unfolded):
     right_bgtd: Tensor
     map_sizes: tuple[int, ...] = ()
 
-    @property
+    @cached_property  # asked for ten times a step
     def sizes(self) -> Sizes:
         b, g, t, d = self.right_bgtd.shape
         return Sizes(b, g, t, self.left_bgtp.shape[3], d)
@@ -121,10 +123,10 @@ class DenseFactors(Unfolded):
         A weight rounded to half precision lets a record contribute 1.004 C.
         """
         left, right = self.left_bgtp, self.right_bgtd
-        weights_b111 = weights_b.to(dtype).view(-1, 1, 1, 1)
+        weights_b111 = of_dtype(weights_b, dtype).view(-1, 1, 1, 1)
         if left.shape[3] <= right.shape[3]:
-            return left.to(dtype) * weights_b111, right
-        return left, right.to(dtype) * weights_b111
+            return of_dtype(left, dtype) * weights_b111, right
+        return left, of_dtype(right, dtype) * weights_b111
 
     def gradient_rows(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
         total = InPairs()
@@ -202,7 +204,8 @@ def _run_product(
     (_, g, t, p), d = left.shape, right.shape[3]
     product: Tensor | None = None
     for span in blocks(t):
-        some, others = left[:, :, span], right[:, :, span]
+        whole = t <= LONGEST_CHAIN
+        some, others = (left, right) if whole else (left[:, :, span], right[:, :, span])
         if len(left) == 1 and d < FEW_COLUMNS:  # bits of a record formed alone must be its own
             product = products_over_positions(some, others, dtype)[0].contiguous()
         elif g > 1:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from quietgrad.clipping.norms.factors.groups import RowGroups
-from quietgrad.clipping.norms.factors.products import zeroed
+from quietgrad.clipping.norms.factors.products import of_dtype, zeroed
 from quietgrad.clipping.norms.factors.sums.elementwise import norms_of_rows, sum_of_rows
 from quietgrad.clipping.norms.factors.sums.examples import TOGETHER, sum_of_products
 from quietgrad.clipping.norms.factors.sums.pairs import InPairs
@@ -48,7 +48,7 @@ class DirectGradients:
     def weighted_sum(
         self, weights_b: Tensor, shape: torch.Size, dtype: torch.dtype, into: Tensor | None = None
     ) -> Tensor:
-        weights_b1 = weights_b.to(dtype).unsqueeze(1)
+        weights_b1 = of_dtype(weights_b, dtype).unsqueeze(1)
         total = sum_of_products(weights_b1, self.values_bn, dtype, TOGETHER).reshape(shape)
         return total if into is None else into.add_(total)
 

@@ -23,6 +23,13 @@ GRAM_COLUMNS = 512
 HALVED_ROWS, HALVED_COLUMNS = 256, 512
 
 
+def of_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """``x.to(dtype)``; nearly always nothing is to do, and asking torch for it takes as long as a
+    small product.
+    """
+    return x if x.dtype == dtype else x.to(dtype)
+
+
 def wide_product(
     left: Tensor, right: Tensor, dtype: torch.dtype, reuse: Tensor | None = None
 ) -> Tensor:
@@ -57,18 +64,10 @@ def wide_product(
     return left.to(dtype) @ right.to(dtype)
 
 
-def block_products(
-    left: Tensor, right: Tensor, dtype: torch.dtype, out: Tensor | None = None
-) -> Tensor:
-    """[b, g, ...] batched products, in three dimensions where there is one block; then they may be
-    written to ``out``.
-    """
+def block_products(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+    """[b, g, ...] batched products, in three dimensions where there is one block."""
     if left.shape[1] == 1:
-        to = None if out is None else out.squeeze(1)
-        made = wide_product(left.squeeze(1), right.squeeze(1), dtype, to)
-        if to is not None and made.data_ptr() != to.data_ptr():
-            made = to.copy_(made)
-        return made.unsqueeze(1)
+        return wide_product(left.squeeze(1), right.squeeze(1), dtype).unsqueeze(1)
     b = left.shape[0]
     return wide_product(left.flatten(0, 1), right.flatten(0, 1), dtype).unflatten(0, (b, -1))
 
@@ -99,26 +98,42 @@ def gram_chain(entries: int) -> int:
     return entries if pieces == 1 else GRAM_COLUMNS + pieces
 
 
-def gram_products(
-    left_bgtn: Tensor, right_bgun: Tensor, dtype: torch.dtype, out: Tensor | None = None
-) -> Tensor:
-    """[b, g, t, u] inner products of rows, ``GRAM_COLUMNS`` entries at a time; of one block, in
-    ``out``, where that is given. The pieces are formed apart: a product that is added in one call
-    begins with what it is added to. Of rows with themselves half is formed once, see ``_halved``.
+def gram_products(left_bgtn: Tensor, right_bgun: Tensor, dtype: torch.dtype) -> Tensor:
+    """[b, g, t, u] inner products of rows, ``GRAM_COLUMNS`` entries at a time. The pieces are
+    formed apart: a product that is added in one call begins with what it is added to. Of rows with
+    themselves half is formed once, see ``_halved``.
     """
     if left_bgtn is right_bgun and _is_worth_halving(left_bgtn):
-        return _halved(left_bgtn, dtype, out)
+        return _halved(left_bgtn, dtype)
     if left_bgtn.shape[3] <= GRAM_COLUMNS:
-        return block_products(left_bgtn, right_bgun.transpose(2, 3), dtype, out)
+        return block_products(left_bgtn, right_bgun.transpose(2, 3), dtype)
     total: Tensor | None = None
     pieces = zip(
         left_bgtn.split(GRAM_COLUMNS, dim=3), right_bgun.split(GRAM_COLUMNS, dim=3), strict=True
     )
     for left, right in pieces:
-        part = block_products(left, right.transpose(2, 3), dtype, out if total is None else None)
+        part = block_products(left, right.transpose(2, 3), dtype)
         total = part if total is None else total.add_(part)
     assert total is not None
     return total
+
+
+def write_gram_products(x_b1tn: Tensor, out_btt: Tensor) -> None:
+    """``gram_products`` of one block's rows with themselves, in the type and memory of ``out_btt``,
+    in as few calls as that takes: of small matrices calls are what takes time.
+    """
+    dtype = out_btt.dtype
+    if _is_worth_halving(x_b1tn):
+        _halved(x_b1tn, dtype, out_btt.unsqueeze(1))
+        return
+    x_btn, n = x_b1tn.squeeze(1), x_b1tn.shape[3]
+    for start in range(0, n, GRAM_COLUMNS):
+        some = x_btn if n <= GRAM_COLUMNS else x_btn[:, :, start : start + GRAM_COLUMNS]
+        part = wide_product(some, some.mT, dtype, None if start else out_btt)
+        if start:
+            out_btt.add_(part)
+        elif part is not out_btt:  # formed in a wider type
+            out_btt.copy_(part)
 
 
 def _is_worth_halving(x_bgtn: Tensor) -> bool:
@@ -126,7 +141,7 @@ def _is_worth_halving(x_bgtn: Tensor) -> bool:
     return not x_bgtn.is_cuda and t % 2 == 0 and t >= HALVED_ROWS and n >= HALVED_COLUMNS
 
 
-def _halved(x_bgtn: Tensor, dtype: torch.dtype, out: Tensor | None) -> Tensor:
+def _halved(x_bgtn: Tensor, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
     """[b, g, t, t] of rows with themselves: of the first half with the second once, for both sides
     of the diagonal, and of either half with itself in the same way.
     """

@@ -20,7 +20,8 @@ from torch import Tensor
 from quietgrad.clipping.norms.estimators import ghost
 from quietgrad.clipping.norms.factors import DenseFactors
 from quietgrad.clipping.norms.factors.direct import Side
-from quietgrad.clipping.norms.factors.products import gram_products
+from quietgrad.clipping.norms.factors.matrix import Sizes
+from quietgrad.clipping.norms.factors.products import write_gram_products
 from quietgrad.clipping.norms.factors.rows import is_same, norms_from_squares, sums_over_positions
 from quietgrad.clipping.norms.factors.sums.scratch import Scratch
 from quietgrad.clipping.norms.rounding import Measured, NormSums
@@ -60,6 +61,7 @@ class Together:
     scratch: Scratch
     sums: NormSums
     _waiting: list[Waiting] = field(default_factory=list, repr=False)
+    _errors: dict[tuple[Sizes, int], ghost.Errors] = field(default_factory=dict, repr=False)
     _room: tuple[Tensor, Tensor] | None = field(default=None, repr=False)
     _before: tuple[Tensor, int] | None = field(default=None, repr=False)
 
@@ -98,16 +100,18 @@ class Together:
                 self.scratch.take("left Gram matrices", (most, *shape), like),
             )
         number = len(self._waiting)
-        right, left = (side[number] for side in self._room)
+        right, left = self._room[0][number], self._room[1][number]
         x = use.right_bgtd
         if number and self._before is not None and is_same(*self._before, x):
             right.copy_(self._room[0][number - 1])  # queries, keys and values
         else:
-            gram_products(x, x, dtype, right.unsqueeze(1))
-        gram_products(use.left_bgtp, use.left_bgtp, dtype, left.unsqueeze(1))
+            write_gram_products(x, right)
+        write_gram_products(use.left_bgtp, left)
         self._before = (x, x._version)
         more = 0 if ones is None else 1
-        errors = ghost.errors_of([use], dtype, more)
+        errors = self._errors.get((s, more))  # layers of one shape have the same
+        if errors is None:
+            errors = self._errors[s, more] = ghost.errors_of([use], dtype, more)
         self._waiting.append(Waiting(group, entries, errors, max(s.p, s.d) + more, ones))
         if number + 1 == most:
             self.measure()
@@ -115,7 +119,7 @@ class Together:
     def measure(self) -> None:
         """Adds the norms of all that wait, which then wait no more."""
         waiting, room = self._waiting, self._room
-        self._waiting, self._room, self._before = [], None, None
+        self._waiting, self._errors, self._room, self._before = [], {}, None, None
         if not waiting or room is None:
             return
         right, left = (side[: len(waiting)].flatten(0, 1) for side in room)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from quietgrad.clipping.norms.factors.products import of_dtype
 from quietgrad.clipping.norms.factors.sums.pairs import add_in_pairs
 from quietgrad.tensors import accumulation_dtype
 
@@ -38,7 +39,7 @@ def sum_of_rows(x: Tensor, dtype: torch.dtype) -> Tensor:
     b, (length, n) = x.shape[0], x.shape[-2:]
     rows = x.shape[1:-1].numel()
     if rows == 1:
-        return x.reshape(b, n).to(dtype)
+        return of_dtype(x.reshape(b, n), dtype)
     if not x.numel():
         return x.new_zeros(b, n, dtype=dtype)
     if x.shape[1:-2].numel() == 1:
@@ -65,7 +66,7 @@ def _in_bags(x_btn: Tensor) -> Tensor:
     """[b, t, n] -> [b, runs, n]: one call reads all rows once."""
     b, t, n = x_btn.shape
     numbers = torch.arange(b * t, device=x_btn.device)  # a script may set another default
-    firsts = numbers.view(b, t)[:, ::RUN].reshape(-1)
+    firsts = numbers[::t] if t <= RUN else numbers.view(b, t)[:, ::RUN].reshape(-1)
     rows = x_btn.view(b * t, n)
     sums: Tensor = torch.embedding_bag(rows, numbers, firsts, False, SUM_OF_BAGS)[0]
     return sums.view(b, -1, n)
