@@ -201,6 +201,25 @@ def test_parameter_of_a_module_that_is_never_called_is_refused_by_name() -> None
         )
 
 
+@pytest.mark.parametrize("also_called", [True, False])
+def test_one_that_is_used_directly_is_taken_one_example_at_a_time_by_default(
+    also_called: bool,
+) -> None:
+    """A table that is read here and multiplied by there, without a head of its own."""
+    model, batch = UsesParameterDirectly(also_called), batch_of(5)
+    with pytest.raises(ValueError, match=r"'layer.weight'.*take one example at a time"):
+        Clipper(1.0, engine="bookkeeping").clip(model, cross_entropy, batch)
+    bound = Clipper(0.1).bind(model, cross_entropy)
+    found, alone = bound.clip(batch), Clipper(0.1, engine="one-example")
+    expected = alone.clip(model, cross_entropy, batch).gradients
+    for name, gradient in found.gradients.items():
+        torch.testing.assert_close(gradient, expected[name])
+    choice = bound.execution_choice(batch)
+    assert choice.engine == "one-example" and "layer.weight" in choice.why
+    with pytest.raises(ValueError, match=r"'layer.weight'"):  # no sketch of it is unbiased
+        Clipper(1.0, "hutch").clip(model, cross_entropy, batch)
+
+
 def test_frozen_parameter_may_be_used_directly() -> None:
     model = UsesParameterDirectly(also_called=False)
     model.layer.requires_grad_(False)

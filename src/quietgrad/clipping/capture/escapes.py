@@ -120,6 +120,17 @@ def never_called(parameter: str) -> NotCaptured:
     )
 
 
+def escaped(parameter: str) -> NotCaptured:
+    """Of a parameter that acts beside the calls of its module."""
+    return NotCaptured(
+        f"parameter {parameter!r}: the captured per-example gradient is not the one that autograd "
+        "computes, so the update would not be its gradient; it is used outside its module's call "
+        "(x @ table.weight.T, a weight penalty in the loss), or its module's forward pass is "
+        "random; call the module instead, take the penalty out of the loss (weight_decay), freeze "
+        "it, or take one example at a time (engine='one-example', exact for every layer)"
+    )
+
+
 def not_expandable(layer: str) -> NotCaptured:
     """Of a layer whose one value for all examples cannot be given to each."""
     return NotCaptured(

@@ -25,7 +25,7 @@ from quietgrad.clipping.capture.backward import (
     with_any_checkpointing,
 )
 from quietgrad.clipping.capture.capture import Recording, Use
-from quietgrad.clipping.capture.escapes import NotCaptured, draws_again, never_called
+from quietgrad.clipping.capture.escapes import NotCaptured, draws_again, escaped, never_called
 from quietgrad.clipping.capture.layout import Layout, in_graph
 from quietgrad.clipping.capture.spread import each_gradient
 from quietgrad.clipping.engines.contributions import contributions_of
@@ -199,18 +199,6 @@ def _norm(x: Tensor) -> float:
         torch.linalg.vector_norm(
             x, dtype=torch.float32 if x.device.type == "mps" else torch.float64
         )
-    )
-
-
-def escaped(name: str) -> ValueError:
-    """Of a parameter that acts beside the calls of its module."""
-    return ValueError(
-        f"parameter {name!r}: the captured per-example gradient is not the one that autograd "
-        "computes, so the update would not be its gradient; it "
-        "is used outside its module's call (a functional use, a weight penalty in the loss), or "
-        "its module's forward pass is "
-        "random; call the module instead, take the penalty out of the loss (weight_decay), or "
-        "freeze it"
     )
 
 
