@@ -213,6 +213,21 @@ def test_errors_of_little_noise_are_not_above_the_closed_form(sigma, direction):
     assert (found >= 0.97 * true - 1e-15).all()  # and no looser than the grid
 
 
+@pytest.mark.parametrize("sigma", [0.0262, 0.0268, 0.03])
+def test_where_tails_of_float64_end_no_delta_is_below_the_closed_form(sigma):
+    """Tails end near 1e-310, at losses of 709. The interval that holds the end had the mass of all
+    that lies beyond it, and its losses were taken for smaller ones: 0.6822 for 0.6823.
+    """
+    composed = compose(PoissonGaussian(sigma, 1.0, 1), tail_mass=1e-14)
+    for loss in (composed.remove, composed.add):
+        near = loss.losses[(loss.losses > 600) & (loss.losses < 720)]
+        assert near.size > 50
+        # exp(e) and the tail beside it have no float64 apart
+        others = np.exp(near + special.log_ndtr(-0.5 / sigma - near * sigma))
+        true = special.ndtr(0.5 / sigma - near * sigma) - others
+        assert (loss.deltas(near) >= true * (1 - 1e-11) - 1e-15).all()
+
+
 def test_both_directions_compose_alike_where_every_record_takes_part():
     composed = compose(PoissonGaussian(0.1, 1.0, 10), tail_mass=1e-12)
     true = optimize.brentq(lambda e: gaussian_delta(e, 10 * math.sqrt(10)) - 1e-5, 400, 900)

@@ -10,7 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quietgrad.accounting import RunCount, epsilon, renyi_epsilon, selected_epsilon
+from quietgrad.accounting import (
+    RunCount,
+    epsilon,
+    noise_multiplier,
+    renyi_epsilon,
+    selected_epsilon,
+)
 from quietgrad.accounting.one_step import one_step
 from quietgrad.accounting.product import _ends
 from quietgrad.accounting.scale_mixture import ScaleMixture
@@ -44,6 +50,15 @@ def test_choices_and_orders_are_not_rounded(kind: Any) -> None:
     count, same = RunCount(kind(7.3), kind(0.7)), RunCount(float(kind(7.3)), float(kind(0.7)))
     assert selected_epsilon(run, count, kind(delta)) == selected_epsilon(run, same, delta)
     assert renyi_epsilon(run, kind(delta)) == renyi_epsilon(run, delta)
+
+
+@pytest.mark.parametrize("target", [2.0, 8.0])
+def test_a_target_in_a_short_type_is_not_exceeded(target: float) -> None:
+    """Epsilons were rounded to float16 to be compared with it: 2.0009 was found to be 2."""
+    given = dict(sample_rate=0.02, steps=500)
+    found = noise_multiplier(np.float16(target), DELTA, **given)  # type: ignore[arg-type]
+    assert found == noise_multiplier(target, DELTA, **given)  # type: ignore[arg-type]
+    assert epsilon(PoissonGaussian(found, **given), DELTA) <= target  # type: ignore[arg-type]
 
 
 def test_records_that_are_drawn_rarely_take_no_terabyte() -> None:

@@ -9,6 +9,8 @@ samplers that other libraries use and the accountant does not cover.
 from __future__ import annotations
 
 from collections.abc import Callable
+from fractions import Fraction
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -190,6 +192,23 @@ def test_rate_one_takes_every_record_every_time() -> None:
         np.testing.assert_array_equal(
             sampler.indices(RandomKey.from_entropy(), step), np.arange(50)
         )
+
+
+@pytest.mark.parametrize("rate", [1e-20, 1e-16, 2.5e-16, 3 * 2.0**-53, 1e-3, 0.1, 0.7, 1.0])
+def test_no_more_coins_are_heads_than_the_rate_says(rate: float) -> None:
+    """Below 2^-53 one coin of all, 0, was heads still: more often than is accounted for."""
+    nearest = Fraction(rate) * 2**53  # how many of 2^53 coins are heads, if they all came
+    around = range(max(0, int(nearest) - 3), min(2**53, int(nearest) + 4))
+
+    class Coins:
+        def generator(self, *_: object) -> Coins:
+            return self
+
+        def random(self, count: int) -> NDArray[np.float64]:
+            return np.array([k / 2**53 for k in around])
+
+    heads = PoissonSampler(len(around), rate).indices(cast(Any, Coins()), 0)
+    assert [around[i] for i in heads] == [k for k in around if k + 1 <= nearest]
 
 
 def test_indices_are_sorted_whole_numbers_inside_the_data() -> None:

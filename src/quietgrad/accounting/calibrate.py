@@ -10,7 +10,7 @@ from scipy import optimize
 
 from quietgrad.accounting.phases import grouped
 from quietgrad.accounting.spending import epsilon as epsilon_of
-from quietgrad.checks import require_delta, require_positive
+from quietgrad.checks import as_plain, require_delta, require_positive
 from quietgrad.events import (
     ClippingClaim,
     EventSequence,
@@ -81,6 +81,7 @@ def calibrate(epsilon_at: Callable[[float], float], target_epsilon: float) -> fl
     Works on log sigma against log epsilon, where the curve is nearly straight, and returns the side
     that meets the target.
     """
+    target_epsilon = as_plain(target_epsilon)  # what is compared with a short float is rounded
     tolerance = min(EPSILON_TOLERANCE, 4e-4 * target_epsilon)
     seen: dict[float, float] = {}
 
@@ -144,6 +145,7 @@ def calibrate_by_groups(
     def full(scale: float) -> float:
         return epsilon_of(event_at(scale), delta)
 
+    target_epsilon = as_plain(target_epsilon)
     scale = calibrate(coarse, target_epsilon)
     tolerance = min(EPSILON_TOLERANCE, 4e-4 * target_epsilon)
     wanted = target_epsilon - tolerance / 2

@@ -30,6 +30,8 @@ Array = NDArray[np.float64]
 
 # standard deviations beyond which a normal distribution's mass (below 2e-33) is not resolved
 REACH = 12.0
+# Below it tails of float64 end (at 1e-310), so that no difference is left of two of them.
+SMALLEST_MASS = 1e-290
 
 
 @dataclass(frozen=True)
@@ -164,9 +166,13 @@ def _log_odds(losses: Array, q: float) -> Array:
 def _interval_masses(x: Array) -> Array:
     """Standard normal masses of (-inf, x_0], (x_0, x_1], ..., (x_n, inf), accurate in both tails. x
     is increasing.
+
+    A mass of next to nothing is 0: an interval's losses are then taken for larger ones than they
+    are, where the end of all tails in one of them would make them smaller.
     """
     tail = special.ndtr(-np.abs(x))
     inner = np.abs(np.diff(tail))
+    inner[inner < SMALLEST_MASS] = 0.0
     positive = int(np.searchsorted(x, 0.0, side="right"))
     if 0 < positive < x.size:  # the interval that holds zero
         inner[positive - 1] = special.ndtr(x[positive]) - tail[positive - 1]

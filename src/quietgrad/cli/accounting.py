@@ -282,7 +282,7 @@ def describe(event: PrivacyEvent, report: EpsilonReport) -> dict[str, Any]:
 def _show(
     title: str, event: PrivacyEvent, report: EpsilonReport, as_json: bool, extra: dict[str, Any]
 ) -> None:
-    from quietgrad.accounting.rounding import round_up, round_up_to
+    from quietgrad.accounting.rounding import round_down, round_up, round_up_to
 
     record = describe(event, report) | extra
     if as_json:
@@ -297,7 +297,7 @@ def _show(
         else "a record appears more than once"
     )
     phases = len(record.get("phases", ()))
-    least, most = ("at least ", "at most ") if phases else ("", "")
+    least, most, noise = ("at least ", "at most ", round_down) if phases else ("", "", round_up)
     phased = {"settings": f"{phases} phases, each counted with its own"} if phases else {}
     rows = {
         "epsilon": f"infinite: {report.reason}"
@@ -305,10 +305,10 @@ def _show(
         else f"{round_up(report.epsilon, 4)} (an upper bound)",
         "delta": round_up_to(report.delta, 6),
         **phased,
-        "noise multiplier": f"{least}{round_up(record['noise_multiplier'], 4)}, relative to "
+        "noise multiplier": f"{least}{noise(record['noise_multiplier'], 4)}, relative to "
         "the clipping norm, on the sum",
         "steps": f"{record['steps']}, as {record['compositions']} compositions at rate {most}"
-        f"{record['participation_rate']:.6g}",
+        f"{round_up_to(record['participation_rate'], 6)}",
         **({"data": DECLARED_PUBLIC} if record.get("data_declared_public") else {}),
         **start_row(record),
         "neighbouring relation": RELATIONS[str(record["neighbouring"])],

@@ -120,6 +120,7 @@ class _Choice:
         _require_no_run(RunDir(path.parent))
         self.trials = Trials.load(path)
         self.runner = ComparisonRunner(comparison, self.trials.start, begins)
+        self.runner.mixings |= self.trials.kept()
         verify_on_public_records(self.runner.prepared)
         begins("calibrating the noise of all settings together")
         self.candidates = self._calibrated()
@@ -137,11 +138,12 @@ class _Choice:
                 f"{str(self.path)!r} was written by another process meanwhile; start the command "
                 "again, alone"
             )
-        events = [c.plan.event.to_json() for c in self.candidates]
+        events = [[c.plan.event.to_json(), c.plan.noise.digest] for c in self.candidates]
         task = self.runner.prepared.task
         key = _digest([_settings(comparison), events, self.delta, _digest_of_records(task)])
         if not trials.key:
             trials.draw(key, comparison.accounted.count, len(self.candidates))
+            trials.keep(self.runner.mixings)
             trials.save(self.path)  # before the first run
         kept = _stamp(self.path)
         if trials.key != key:

@@ -84,7 +84,7 @@ class ComparisonRunner:
         self.counted = {name: everything(self._records(name)) for name in ("validation", "test")}
         validation, every = self.counted["validation"], comparison.table.eval_records
         self.scheduled = validation[spread(validation, every or len(validation))]
-        self._mixings: dict[str, MixingMatrix] = {}
+        self.mixings: dict[str, MixingMatrix] = {}  # by settings
 
     def train(
         self, run: Run, progress: Callable[[int, int], None] = lambda done, steps: None
@@ -183,10 +183,10 @@ class ComparisonRunner:
         )
         task = self.prepared.task
         check_spectrum(config.noise, self.model, task.record_ids, task.form)
-        plan = build_plan(config, task.record_ids, self._mixings.get(settings), task.record_owner)
+        plan = build_plan(config, task.record_ids, self.mixings.get(settings), task.record_owner)
         assert plan is not None  # a comparison without privacy is refused
         if plan.mixing is not None:
-            self._mixings[settings] = plan.mixing
+            self.mixings[settings] = plan.mixing
         return plan
 
     def _records(self, part: str) -> Records:

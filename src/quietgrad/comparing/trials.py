@@ -4,10 +4,11 @@ each of them, so that a kill neither loses a run nor draws a number anew.
 
 from __future__ import annotations
 
+import json
 import random
 import secrets
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from torch import Tensor
 
 from quietgrad.accounting import RunCount
 from quietgrad.durable import is_intact_archive, replacing
+from quietgrad.noise.correlation.banded import BandedLower
+from quietgrad.noise.correlation.mixing import MixingMatrix
 
 
 @dataclass
@@ -29,6 +32,8 @@ class Trials:
         done: runs that are finished.
         best: of them the number of the candidate, its score, and trainable parameters; the first of
             equals.
+        mixings: the matrices of correlated noise, by settings: found again, within a limit of time,
+            they could come out differently, and runs of both be no draws of one law.
     """
 
     start: str = field(default_factory=lambda: secrets.token_hex(16), repr=False)
@@ -36,6 +41,23 @@ class Trials:
     drawn: list[int] = field(default_factory=list, repr=False)
     done: int = 0
     best: dict[str, Any] | None = field(default=None, repr=False)
+    mixings: dict[str, dict[str, Any]] = field(default_factory=dict, repr=False)
+
+    def keep(self, mixings: Mapping[str, MixingMatrix]) -> None:
+        """The matrices that all runs are drawn with."""
+        for settings, mixing in mixings.items():
+            known = {f.name: getattr(mixing, f.name) for f in fields(mixing) if f.name != "banded"}
+            columns = torch.from_numpy(mixing.banded.columns)
+            self.mixings[settings] = {"columns": columns, "known": json.dumps(known)}
+
+    def kept(self) -> dict[str, MixingMatrix]:
+        """The same, bit by bit."""
+        return {
+            settings: MixingMatrix(
+                BandedLower(saved["columns"].numpy()), **json.loads(saved["known"])
+            )
+            for settings, saved in self.mixings.items()
+        }
 
     def draw(self, key: str, count: RunCount, candidates: int) -> None:
         """The number of runs and the candidate of each, independent of all else."""

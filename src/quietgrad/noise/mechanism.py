@@ -25,7 +25,7 @@ from typing import Literal, get_args
 import numpy as np
 from torch import Tensor
 
-from quietgrad.checks import require_positive, require_word
+from quietgrad.checks import make_plain, require_positive, require_word
 from quietgrad.clipping.clipped_sum import ClippedSum
 from quietgrad.events import SensitivityClaim, SideRelease
 from quietgrad.noise.beside import cover_side_sums
@@ -98,6 +98,7 @@ class GaussianNoise:
 
     def __post_init__(self) -> None:
         require_positive("noise_multiplier", self.noise_multiplier)
+        make_plain(self, "noise_multiplier")
         require_word("memory", self.memory, MEMORIES)
         if self.mixing is not None:
             self._require_sound(self.mixing)

@@ -16,6 +16,10 @@ from quietgrad.checks import require_at_least, require_int, require_rate
 from quietgrad.randomness import RandomKey
 from quietgrad.sampling.users import UserIndices, UserRecords
 
+# numpy's coins are whole multiples of it below 1: of those up to q - COIN there is a share of at
+# most q, of those below q there may be more.
+COIN = 2.0**-53
+
 
 @dataclass(frozen=True, eq=False)
 class PoissonSampler:
@@ -108,7 +112,7 @@ class PoissonSampler:
         and step. Private. O(N).
         """
         coins = key.generator("sampling", step).random(self.dataset_size)
-        drawn = coins < self.participation_rate
+        drawn = coins <= self.participation_rate - COIN
         if self.parts is not None:
             drawn &= self.parts == step % self.bands
         return np.flatnonzero(drawn)

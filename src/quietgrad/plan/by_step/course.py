@@ -16,7 +16,7 @@ from quietgrad.accounting import EpsilonReport, epsilon_report
 from quietgrad.accounting.calibrate import calibrate_by_groups
 from quietgrad.accounting.rounding import round_up_to
 from quietgrad.beside.values import SideMethod, releases_beside, require_alike
-from quietgrad.checks import require_positive
+from quietgrad.checks import as_plain, require_positive
 from quietgrad.clipping.clipper import Clipper
 from quietgrad.events import ClippingClaim, EventSequence, PoissonGaussian, PrivacyEvent
 from quietgrad.ledger import LedgerContents, holds_records
@@ -267,7 +267,7 @@ def require_target(report: EpsilonReport, target: float | None, new: float | Non
     if new is not None:
         require_positive("target_epsilon", new)
     limit = target if new is None else new
-    if limit is not None and not report.epsilon <= limit:
+    if limit is not None and not report.epsilon <= as_plain(limit):
         remedy = "allow it by target_epsilon= (--extend-to-epsilon), or add fewer steps"
         top = f"the plan's target of {limit:g}" if new is None else f"target_epsilon={new!r}"
         raise ValueError(

@@ -8,7 +8,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from quietgrad.accounting.rounding import round_up, round_up_to
+from quietgrad.accounting.rounding import round_down, round_up, round_up_to
 from quietgrad.events import RELATIONS, unit_of
 from quietgrad.report.run.statement import AT_RANDOM
 from quietgrad.report.words import what_stands_for_a_user
@@ -133,11 +133,13 @@ def privacy_lines(record: Record, pretrained: bool = True) -> list[str]:
             f"Neighbouring data sets: {RELATIONS[record['neighbouring']]}.",
         ]
         if "noise_multiplier" in record:
-            least, most = ("at least ", "at most ") if "settings_change" in record else ("", "")
+            changes = "settings_change" in record
+            least, most = ("at least ", "at most ") if changes else ("", "")
+            noise = (round_down if changes else round_up)(record["noise_multiplier"], 4)
             lines.append(
                 f"- Mechanism: gradients clipped per {unit}, Gaussian noise of multiplier {least}"
-                f"{round_up(record['noise_multiplier'], 4)}, Poisson sampling at rate {most}"
-                f"{record['sample_rate']:.6g}, {record['bands']} band"
+                f"{noise}, Poisson sampling at rate {most}"
+                f"{round_up_to(record['sample_rate'], 6)}, {record['bands']} band"
                 f"{'s of correlated noise' if record['bands'] > 1 else ' (independent noise)'}."
             )
         lines += [

@@ -74,6 +74,25 @@ class Constants:
         if tape.read_at is not None:
             self._require_unmoved(program, slot, late)
 
+    def require_settings(self, tape: Any, *settings: Any) -> None:
+        """Refuses noise multipliers and clipping norms that were read off a batch: the noise that
+        is released, and the history, tell what they are.
+
+        Args:
+            tape: of the open batch.
+            settings: of its release.
+
+        Raises:
+            ValueError: with the remedy.
+        """
+        read = self.read | {x for x in tape.read if not _is_round(x)}
+        if any(_as_number(setting) in read for setting in settings):
+            raise ValueError(
+                "noise_multiplier or max_grad_norm is a number that was read off private records "
+                "(item(), float()), and what is released tells it; set both by a rule that looks "
+                "at the epoch, or at public records, alone"
+            )
+
     def _require_unmoved(self, program: Program, slot: int, late: list[Values]) -> None:
         """What was done after values were read off may have looked at them: it has to be the same
         as on earlier batches.
@@ -173,6 +192,14 @@ def _of_equal_rows(node: Any) -> list[Values]:
         if 0 < row.numel() <= SMALL and has_equal_rows(t, const.rows):
             found.append(tuple(float(x) for x in row.double().flatten().tolist()))
     return found
+
+
+def _as_number(setting: Any) -> float:
+    """Also of a tensor or a word; what is none is judged elsewhere."""
+    try:
+        return float(setting)
+    except (TypeError, ValueError):
+        return math.nan
 
 
 def _is_round(x: float) -> bool:

@@ -23,7 +23,9 @@ from quietgrad.integrations.opacus.following.replay import Program
 from quietgrad.integrations.opacus.grad_sample import GradSampleModule
 from quietgrad.integrations.opacus.optimizers.not_offered import missing
 from quietgrad.integrations.opacus.optimizers.steady import (
+    FixedDivisor,
     SettingsOfABatch,
+    other_gradient,
     steps_follow_the_data,
 )
 from quietgrad.integrations.opacus.settings import Releases
@@ -67,7 +69,7 @@ class _Mechanism(BoundToProcess):
         return bound
 
 
-class DPOptimizer(Optimizer):
+class DPOptimizer(FixedDivisor, Optimizer):
     """An optimiser whose steps are releases; learning rates, states and parameter groups are the
     wrapped optimiser's.
 
@@ -76,7 +78,6 @@ class DPOptimizer(Optimizer):
         noise_multiplier: sigma of the next release; may be changed between steps, by a rule that
             does not look at the data: every release is accounted for with its own.
         max_grad_norm: C of the next release; the same.
-        expected_batch_size: B = q N, which means are divided by.
         loss_reduction: "mean" or "sum": whether gradients are divided by B.
     """
 
@@ -107,7 +108,6 @@ class DPOptimizer(Optimizer):
         self.noise_multiplier = noise_multiplier
         self.max_grad_norm = max_grad_norm
         self.loss_reduction = loss_reduction
-        self.expected_batch_size = source.sampler.dataset_size * source.sampler.sample_rate
         self.step_hook: Callable[[DPOptimizer], None] | None = None
         self.secure_mode = releases.source == "secure"
         self.stepped = False
@@ -198,6 +198,8 @@ class DPOptimizer(Optimizer):
         assert source.tape is not None
         if source.tape.records and source.tape.read_at is not None and slot == self._usual:
             raise steps_follow_the_data()
+        settings = self.noise_multiplier, self.max_grad_norm
+        mechanism.constants.require_settings(source.tape, *settings)
         clipped = self._clip(source.tape)
         if slot < len(mechanism.sums):
             mechanism.sums[slot] = mechanism.sums[slot] + clipped
@@ -266,12 +268,7 @@ class DPOptimizer(Optimizer):
     def _require_no_other_gradients(self) -> None:
         for name, p in self._wrapped._module.named_parameters():
             if p.grad is not None and p.grad is not self._written.get(name):
-                raise RuntimeError(
-                    f"parameter {name!r} has a gradient that was not released: it was used beside "
-                    "the private model's own call (a weight penalty, a submodule called alone), or "
-                    "backward() ran on records that the loader did not give; use weight_decay, "
-                    "call the model itself, and zero_grad() before the private loop"
-                )
+                raise other_gradient(name)
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
