@@ -315,6 +315,21 @@ def test_choices_follow_the_shapes() -> None:
     )
 
 
+@pytest.mark.parametrize(("positions", "engine"), [(512, "one-example"), (64, "bookkeeping")])
+def test_long_texts_come_one_at_a_time_and_short_ones_together(positions: int, engine: str) -> None:
+    """GPT-2's widths: one text of 512 tokens keeps two processors busy, and its gradient is read
+    and written faster than norms and weighted sums of several are formed.
+    """
+    widths = [(768, 2304), (2304, 768), (768, 3072), (3072, 768)]
+    model = nn.Sequential(*(nn.Linear(*sizes) for sizes in widths))
+    batch = {"x": torch.zeros(4, positions, 768)}
+    bound = Clipper(1.0).bind(model, lambda model, batch: model(batch["x"]).mean((1, 2)))
+    found = bound.planned(layout_of(model), batch).model
+    policies = bound.clipper.policies(layout_of(model))
+    choice = choose_execution(found, policies, 4, MODELLED_PROCESSOR, math.inf, tuple(ENGINES))
+    assert choice.engine == engine
+
+
 def test_explanation_holds_choice_alternatives_and_reasons() -> None:
     model, loss, batch = case("bert").build()
     record = explain(Clipper(1.0), model, loss, batch)
