@@ -326,7 +326,9 @@ def test_long_texts_come_one_at_a_time_and_short_ones_together(positions: int, e
     bound = Clipper(1.0).bind(model, lambda model, batch: model(batch["x"]).mean((1, 2)))
     found = bound.planned(layout_of(model), batch).model
     policies = bound.clipper.policies(layout_of(model))
-    choice = choose_execution(found, policies, 4, MODELLED_PROCESSOR, math.inf, tuple(ENGINES))
+    choice = choose_execution(
+        found, policies, 4, MODELLED_PROCESSOR, math.inf, tuple(ENGINES), math.inf
+    )
     assert choice.engine == engine
 
 
