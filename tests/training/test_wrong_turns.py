@@ -37,6 +37,13 @@ def test_a_word_of_another_library_is_told_in_ours(place: str, tmp_path: Path) -
             load_config(file)
 
 
+def test_settings_finds_a_key_by_its_name_elsewhere(quietgrad: Run) -> None:
+    """Before: "did you mean floor, layers?"."""
+    for name in ("lr", "training.lr"):
+        code, _, err = quietgrad("settings", name)
+        assert code == 2 and "did you mean optimizer.learning_rate?" in err
+
+
 @pytest.mark.parametrize("key", ["target_epsilon", "noise_multiplier", "max_grad_norm"])
 @pytest.mark.parametrize("value", ["inf", "nan", "0", "-1.0"])
 def test_amounts_of_privacy_are_judged_before_records_are_read(
