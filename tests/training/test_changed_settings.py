@@ -47,3 +47,6 @@ def test_a_change_that_has_no_name_there_is_named_as_in_the_ledger(
     with pytest.raises(ValueError, match=r"event\.\w+ was [\d.]+ and is now [\d.]+") as refused:
         train(values, resume=True)
     assert "{" not in str(refused.value)
+    # What the others follow from comes first, and the reader is told what it means.
+    assert str(refused.value).startswith("resume with a changed privacy setting: dataset_size was ")
+    assert "; the records are others than at the first start: resume with" in str(refused.value)

@@ -93,7 +93,10 @@ def test_data_that_cannot_be_used(
     ("override", "parts"),
     [
         ("target_epsilom=1", ["unknown key 'target_epsilom'", "did you mean 'target_epsilon'"]),
-        ("privacy.target_epsilon=abc", ["privacy.target_epsilon='abc'", "a number, not a string"]),
+        (
+            "privacy.target_epsilon=abc",
+            ["privacy.target_epsilon='abc'", "a number above 0, not a string"],
+        ),
         ("name=x", ["model.name", "optimizer.name"]),
         ("steps", ["key=value"]),
         ("training.steps=[1", ["training.steps='[1'"]),

@@ -11,7 +11,13 @@ from quietgrad.accounting import RunCount, epsilon_report, selected_epsilon
 from quietgrad.accounting.rounding import round_up, round_up_to
 from quietgrad.checks import how_many
 from quietgrad.cli.accounting import DECLARED_PUBLIC
-from quietgrad.cli.beside.chosen import embedded, print_settings, settings_record, too_long
+from quietgrad.cli.beside.chosen import (
+    duration,
+    embedded,
+    print_settings,
+    settings_record,
+    too_long,
+)
 from quietgrad.cli.beside.extension import Extension, require_one_length
 from quietgrad.cli.output import (
     console,
@@ -86,7 +92,7 @@ def run_plan(
         {
             **frozen,
             "training time": f"{'at most about' if 'users' in record else 'about'} "
-            f"{_duration(record['predicted_seconds'])} for {how_many(prepared.steps, 'step')}, "
+            f"{duration(record['predicted_seconds'])} for {how_many(prepared.steps, 'step')}, "
             "evaluations and checks of early steps not counted; "
             f"{hours:g} {'hour is' if hours == 1 else 'hours are'} allowed (training.hours)",
             "memory": f"{_memory(record['predicted_memory_mib'])} for weights and a step",
@@ -111,10 +117,6 @@ def run_plan(
 def _memory(mib: float) -> str:
     """Of a small model "0 MiB" would be read as none."""
     return f"about {mib:,.0f} MiB" if mib >= 1 else "less than 1 MiB"
-
-
-def _duration(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 7200 else f"{seconds / 3600:.1f} hours"
 
 
 @one_line

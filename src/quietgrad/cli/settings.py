@@ -18,7 +18,7 @@ from rich.table import Table as Shown
 from quietgrad.cli.output import console, print_json
 from quietgrad.records import described, hints_of
 from quietgrad.training.settings.config import TABLES
-from quietgrad.training.settings.reading import Table
+from quietgrad.training.settings.reading import ELSEWHERE, Table
 
 ENTRY = re.compile(r"    (\w+(?:, \w+)*): +(.*)")
 SEE = re.compile(r"see ``(\w+)``\.?")
@@ -78,7 +78,8 @@ def chosen(key: str | None) -> list[Setting]:
     found = [s for s in every if key in (s.table, s.key, f"{s.table}.{s.key}")]
     if not found:
         names = [*TABLES, *(name for s in every for name in (s.key, f"{s.table}.{s.key}"))]
-        close = difflib.get_close_matches(key, dict.fromkeys(names), n=3, cutoff=0.5)
+        close = [own for own, said in ELSEWHERE.items() if key.rpartition(".")[2] in said]
+        close = close or difflib.get_close_matches(key, dict.fromkeys(names), n=3, cutoff=0.5)
         hint = f"did you mean {', '.join(close)}?" if close else "`quietgrad settings` has them all"
         raise ValueError(f"KEY={key!r} is no setting; {hint}")
     return found

@@ -303,8 +303,8 @@ class PrivacyPlan(StepByStep):
         """Raises ValueError where a ledger is of another mechanism."""
         course = self.first_planned
         planned: dict[str, object] = {
+            "dataset_size": self.dataset_size,  # the event's rate and noise follow from it
             "event": self.first_event.to_json(),
-            "dataset_size": self.dataset_size,
             "max_grad_norm": self.max_grad_norm,
             "planned_steps": course.steps,
             "delta": self.delta,

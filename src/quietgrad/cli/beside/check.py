@@ -198,7 +198,7 @@ def _print_columns(target: Console, found: Inspection) -> None:
     for column in found.columns.values():
         words = f"{column.words:.1f}"
         counts = (str(column.filled), str(column.distinct), words)
-        table.add_row(_plain(column.name), column.kind, *counts)
+        table.add_row(_plain(column.name), column.told, *counts)
     target.print(table)
 
 

@@ -91,6 +91,12 @@ def too_long(record: dict[str, Any]) -> str | None:
     sizes += ["training.epochs"] if "training.epochs" in given else []
     remedy = f"leave out {' and '.join(sorted(sizes))}, " if sizes else "train less (model.tune), "
     return (
-        f"training would take about {hours:.1f} hours, and training.hours = {allowed:g} are "
-        f"allowed: {remedy}or allow more"
+        f"training would take about {duration(record['predicted_seconds'])}, and training.hours = "
+        f"{allowed:g} are allowed{'' if allowed >= 2 else f' ({duration(3600 * allowed)})'}: "
+        f"{remedy}or allow more"
     )
+
+
+def duration(seconds: float) -> str:
+    """A time that was forecast, in words."""
+    return f"{seconds:.0f} s" if seconds < 7200 else f"{seconds / 3600:.1f} hours"

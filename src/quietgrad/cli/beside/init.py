@@ -6,7 +6,7 @@ import shlex
 from pathlib import Path
 
 from quietgrad.cli.output import console, fail, one_line, print_json
-from quietgrad.training.sources.guess import guess
+from quietgrad.training.sources.guess import Guess, guess
 from quietgrad.training.sources.inspection import (
     Inspection,
     read_for_owner,
@@ -53,9 +53,10 @@ def run_init(
                 f"--user={user!r}: a folder of images names no owners, so each image is protected "
                 "by itself; leave --user out"
             )
-        task, written = "images", _of_folder(source, command, text, label)
+        task, written, learnt = "images", _of_folder(source, command, text, label), ""
     else:
-        task, written = _of_file(source, command, text, label, user, skip_bad)
+        guessed, written = _of_file(source, command, text, label, user, skip_bad)
+        task, learnt = guessed.task, _learnt(guessed)
     with open(output, "x", encoding="utf-8") as file:
         try:
             file.write(written)
@@ -68,7 +69,8 @@ def run_init(
         print_json({"config": str(output), "task": task})
         return
     console(False).print(
-        f"{output}: {WHAT[task]}. Read it, then: quietgrad plan {go_on}, quietgrad train {go_on}",
+        f"{output}: {WHAT[task]}{learnt}. Read it, then: quietgrad plan {go_on}, "
+        f"quietgrad train {go_on}",
         soft_wrap=True,
         markup=False,
     )
@@ -92,7 +94,7 @@ def _of_folder(source: Path, command: str, text: str, label: str) -> str:
 
 def _of_file(
     source: Path, command: str, text: str, label: str, user: str, skip_bad: bool
-) -> tuple[str, str]:
+) -> tuple[Guess, str]:
     look = f"`quietgrad check {shlex.quote(str(source))}`"
     found, rows = read_for_owner(source)
     if rows is None:
@@ -121,9 +123,13 @@ def _of_file(
     usable = found.records - len(found.gaps)
     usual = "tab" if source.suffix.lower() == ".tsv" else "comma"
     other = "" if found.separator in ("", usual) else found.separator
-    return guessed.task, propose(
-        str(source), usable, guessed, command, skip_bad, other, user, users
-    )
+    return guessed, propose(str(source), usable, guessed, command, skip_bad, other, user, users)
+
+
+def _learnt(guessed: Guess) -> str:
+    """What is learnt from what: a guess, to be seen before the file is opened."""
+    read = [repr(name) for name in (guessed.text, guessed.pair) if name]
+    return f", which learns {guessed.label!r} from {' and '.join(read) or 'the other columns'}"
 
 
 def _users(found: Inspection, rows: Rows, user: str, skip_bad: bool) -> int:

@@ -6,9 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 
 SHOWN = 4  # of many: a schedule has a number for every step
 REMEDY = (
-    "resume with the settings of the first start, or begin a new run directory (its epsilon adds "
-    "to this one's)"
+    "resume with the settings and records of the first start, or begin a new run directory (its "
+    "epsilon adds to this one's)"
 )
+OTHER_RECORDS = "the records are others than at the first start: "
 UNSET = "not set"
 
 
@@ -18,8 +19,10 @@ class ChangedSettings(ValueError):
     def __init__(self, changes: Sequence[str]) -> None:
         self.changes = changes
         more = f"; and {len(changes) - SHOWN} more" if len(changes) > SHOWN else ""
+        why = OTHER_RECORDS if any(c.startswith("dataset_size ") for c in changes) else ""
         super().__init__(
-            f"resume with a changed privacy setting: {'; '.join(changes[:SHOWN])}{more}; {REMEDY}"
+            f"resume with a changed privacy setting: {'; '.join(changes[:SHOWN])}{more}; {why}"
+            f"{REMEDY}"
         )
 
 

@@ -9,13 +9,15 @@ of the other in the file, as it takes the place of its own value there: who writ
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from quietgrad.checks import nearest, require_at_most_one
-from quietgrad.training.settings.reading import meant
+from quietgrad.training.settings.reading import here, meant
+from quietgrad.training.sources.rows import FILES
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -48,6 +50,12 @@ def read_toml(path: str | Path) -> Tree:
         raise ValueError(f"config={str(path)!r} is a folder; name a TOML file{hint}")
     if not file.is_file():
         raise ValueError(f"config={str(path)!r}: no such file")
+    if file.suffix.lower() in FILES:
+        configured = shlex.quote(f"{file.stem}.toml")
+        raise ValueError(
+            f"config={str(path)!r} is a file of records; `quietgrad init {shlex.quote(str(path))} "
+            f"-o {configured}` writes a configuration for it, to be named in its place"
+        )
     try:
         return tomllib.loads(file.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -129,7 +137,7 @@ def _place(name: str, keys: Mapping[str, Sequence[str]]) -> tuple[str, str]:
         owners = [t for t, names in keys.items() if key in names]
         if len(owners) != 1:
             hint = (
-                nearest(key, [k for names in keys.values() for k in names])
+                here(key) or nearest(key, [k for names in keys.values() for k in names])
                 if not owners
                 else f"; write one of {', '.join(o + '.' + key for o in owners)}"
             )

@@ -17,6 +17,31 @@ from quietgrad.checks import listed, nearest
 from quietgrad.records import Outline, conformed, hint_from, hints_of
 
 OF_TRAINING = Path(__file__).with_name("keys.json")
+# What a key is called in other libraries, whose names are nearer to the wrong ones here.
+ELSEWHERE = {
+    "model.name": ("model", "model_name", "model_name_or_path", "base_model"),
+    "model.lora_rank": ("lora_r", "r"),
+    "data.source": ("data", "dataset", "train_file", "data_path", "dataset_name"),
+    "data.text": ("text_column",),
+    "data.label": ("target", "label_column", "target_column"),
+    "data.user": ("user_column", "user_id", "group_by"),
+    "privacy.target_epsilon": ("epsilon", "eps"),
+    "privacy.target_delta": ("delta",),
+    "privacy.noise_multiplier": ("sigma", "multiplier"),
+    "privacy.max_grad_norm": ("clip", "clip_norm", "max_norm", "l2_norm_clip"),
+    "optimizer.name": ("optimizer", "optim"),
+    "optimizer.learning_rate": ("lr",),
+    "optimizer.schedule": ("scheduler", "lr_scheduler", "lr_scheduler_type"),
+    "performance.max_physical_batch_size": (
+        "physical_batch_size",
+        "micro_batch_size",
+        "per_device_train_batch_size",
+    ),
+    "training.expected_batch_size": ("batch",),
+    "training.epochs": ("num_train_epochs", "max_epochs", "n_epochs"),
+    "training.precision": ("bf16", "fp16", "dtype", "torch_dtype"),
+    "training.run_dir": ("output_dir", "out_dir", "save_dir"),
+}
 
 
 @dataclass(frozen=True)
@@ -81,7 +106,7 @@ class Table:
     def _unknown(self, table: str, key: str, value: object, word: str) -> str:
         owners = [other for other, kind in self.kinds.items() if key in hints_of(kind)]
         if not owners:
-            return f"unknown key {table}.{key}{nearest(key, self.keys())}"
+            return f"unknown key {table}.{key}{here(key) or nearest(key, self.keys())}"
         valid = hints_of(self.kinds[word])
         has = f"whose keys are {listed(valid, 'and')}" if valid else "which has no keys"
         return (
@@ -95,6 +120,11 @@ def one(kind: type) -> Table:
     return Table({"": kind})
 
 
+def here(key: str) -> str:
+    """What a key of another library is called here, as the end of a message; "" for no such."""
+    return next((f"; did you mean {own!r}?" for own, said in ELSEWHERE.items() if key in said), "")
+
+
 def meant(table: str, key: str, keys: Mapping[str, Iterable[str]]) -> str:
     """``nearest`` of a table's keys, and the same key of another table, as the end of a message.
 
@@ -102,7 +132,7 @@ def meant(table: str, key: str, keys: Mapping[str, Iterable[str]]) -> str:
         table, key: what was given.
         keys: of each table.
     """
-    close = nearest(key, keys[table])
+    close = here(key) or nearest(key, keys[table])
     owners = [f"'{other}.{key}'" for other, names in keys.items() if key in names]
     if not owners:
         return close

@@ -231,10 +231,10 @@ class PrivacyTable:
     """
 
     enabled: bool = True
-    target_epsilon: float | None = None
+    target_epsilon: Above0 | None = None
     target_delta: float | None = None
-    noise_multiplier: float | None = None
-    max_grad_norm: float = 1.0
+    noise_multiplier: Above0 | None = None
+    max_grad_norm: Above0 = 1.0
 
     def __post_init__(self) -> None:
         judge(self)

@@ -51,6 +51,7 @@ class Column:
         filled: cells that are not empty.
         words: of a cell, on average.
         like_a_cell: whether its name looks like a cell (``looks_like_a_cell``).
+        whole: whether every cell that is filled is a whole number.
     """
 
     name: str
@@ -59,6 +60,14 @@ class Column:
     filled: int
     words: float
     like_a_cell: bool = False
+    whole: bool = False
+
+    @property
+    def told(self) -> str:
+        """``kind`` for a reader. A table's inputs are numbers wherever they can be read as such, a
+        label of them classes.
+        """
+        return "numbers or classes" if self.kind == "classes" and self.whole else self.kind
 
 
 @dataclass(frozen=True)
@@ -250,7 +259,7 @@ def _column(name: str, cells: Sequence[Any]) -> Column:
         kind = "dates"
     elif words >= TEXT_WORDS:
         kind = "text"
-    return Column(name, kind, distinct, len(filled), words, like_a_cell)
+    return Column(name, kind, distinct, len(filled), words, like_a_cell, whole)
 
 
 def _word(cell: Any) -> str:

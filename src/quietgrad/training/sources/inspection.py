@@ -199,7 +199,10 @@ def _no_classes(label: str, known: Mapping[str, int], records: int) -> str:
     words = list(known)
     if len(words) == 1:
         return f"every record has the label {words[0]!r}: nothing can be learnt"
-    each = "each different number would be a class of its own; make classes of them (low, high)"
+    each = (
+        "each different number would be a class of its own; make classes of them (low, high), or "
+        "learn them in a loop of your own (docs/loops.md)"
+    )
     if len(words) > MOST_FRACTIONS and fractional(words):
         return f"the labels in column {label!r} are numbers with fractions: {each}"
     if measured(words):
