@@ -65,6 +65,11 @@ class RuleGradients:
         least = share * float(self.room[row].nan_to_num())
         return all(float(part[row].norm()) <= least for part in self.parts)
 
+    def of_example(self, row: int) -> RuleGradients:
+        """One example's alone."""
+        parts = tuple(part[row : row + 1] for part in self.parts)
+        return RuleGradients(self.kind, parts, self.room[row : row + 1])
+
     def print_of(self, row: int) -> Tensor:
         """[parts, 2] as ``Subject.plain_prints`` are."""
         rows = [part[row] for part in self.parts]
