@@ -52,6 +52,11 @@ BUFFERS: dict[str, tuple[Change, str]] = {
     "no number past the counter": (lambda m: m.small.data.fill_(7.0), "small"),
     "to no number past the counter": (lambda m: m.small.data.fill_(float("nan")), "small"),
     "the last of a large one": (lambda m: m.large.data[-1:].fill_(7.0), "large"),
+    "fewer past the counter": (lambda m: setattr(m.large, "data", torch.zeros(1)), "large"),
+    "another type past the counter": (
+        lambda m: setattr(m.large, "data", m.large.double()),
+        "large",
+    ),
     "another one": (lambda m: m.register_buffer("more", torch.zeros(2)), "more"),
     "another of a layer": (lambda m: m.inner.register_buffer("more", torch.zeros(2)), "inner.more"),
     "gone": (lambda m: delattr(m.inner, "count"), "inner.count"),
@@ -107,8 +112,9 @@ def test_a_buffer_that_changes_is_named_and_put_back(name: str, fails: bool) -> 
     assert state_of(model) == before
 
 
+@pytest.mark.parametrize("beside", [False, True])
 @pytest.mark.parametrize("name", PARAMETERS)
-def test_a_parameter_that_changes_is_named(name: str) -> None:
+def test_a_parameter_that_changes_is_named(name: str, beside: bool) -> None:
     change, named = PARAMETERS[name]
     model = Kept()
     with (
@@ -116,7 +122,8 @@ def test_a_parameter_that_changes_is_named(name: str) -> None:
         unchanged(model, thorough=True),
         torch.no_grad(),
     ):
-        model.small.add_(1)
+        if beside:
+            model.small.add_(1)
         change(model)
     assert float(model.small[0]) == 0.5  # buffers beside it are put back
 

@@ -145,6 +145,8 @@ class Watch:
             if copy is not None and (
                 version_of(tensor) != self._versions[id(tensor)] or not equal_contents(copy, tensor)
             ):
+                if (tensor.shape, tensor.dtype) != (copy.shape, copy.dtype):
+                    tensor.data = copy  # through .data it was made another one
                 with torch.no_grad():
                     tensor.data.copy_(copy)
             complete = complete and (
