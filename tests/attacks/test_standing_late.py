@@ -65,11 +65,13 @@ def test_a_large_tensor_is_seen_by_torchs_count_or_at_a_thorough_look() -> None:
 
 def test_what_a_call_wrote_past_the_count_is_not_the_callers() -> None:
     kept: dict[str, Any] = {"large": torch.zeros(LARGE), "weight": 1.0, "step": torch.zeros(LARGE)}
+    kept["small"] = torch.zeros(3)
     standing = standing_of(kept)
     kept["large"].data[-1] = 1.0
+    kept["small"].data[-1] = 1.0
     kept["weight"] = 2.0
     kept["step"].add_(1)
-    assert len(standing.changes(by_caller=True)) == 2
+    assert len(standing.changes(by_caller=True)) == 3
     (left,) = standing.changes(thorough=True).values()
     assert left.before.put_back() and not kept["large"].any()
 
@@ -86,7 +88,7 @@ LATE: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
 @pytest.mark.parametrize("what", LATE)
 def test_what_is_attached_late_is_seen_to_change(what: str) -> None:
     build, change = LATE[what]
-    kept: dict[str, Any] = {}
+    kept: dict[str, Any] = {"first": 1}
     standing = standing_of(kept)
     kept["late"] = build()
     assert places(standing) == {"kept"}
@@ -95,6 +97,17 @@ def test_what_is_attached_late_is_seen_to_change(what: str) -> None:
     found = list(standing.changes().values())
     assert len(found) == 1 and found[0].before.put_back()
     assert str(kept["late"]) == str(build())
+
+
+def test_what_was_empty_is_watched_once_it_holds_something() -> None:
+    kept: dict[str, int] = {}
+    standing = standing_of(kept)
+    for value in (1, 2, 3):
+        kept["on"] = value
+        assert places(standing) == {"kept"}
+    del kept["on"]
+    assert places(standing) == {"kept"}
+    assert not places(standing)
 
 
 def test_it_is_watched_as_long_as_it_is_somewhere() -> None:
@@ -120,10 +133,10 @@ def test_it_is_watched_as_long_as_it_is_somewhere() -> None:
 
 
 def test_a_long_set_gets_back_what_it_held() -> None:
-    kept = set(range(2000))
+    kept = set(range(1, 2001))
     before = HeldLength(kept)
-    kept.add(-1)
-    assert before.changed() and before.put_back() and kept == set(range(2000))
+    kept.add(0)
+    assert before.changed() and before.put_back() and kept == set(range(1, 2001))
 
 
 # ------------------------------------------------------------------------------------------------

@@ -82,7 +82,9 @@ def test_what_is_no_number_is_told_from_what_is() -> None:
     gone[0, :, 1] = float("nan")
     moved[0, :, 1] = float("nan")
     moved[0, :, 2] += 1.0
+    none = torch.zeros_like(g)
     assert of(x, gone).is_row_of(of(x, gone), 0, 0.02, 0.0)
+    assert not of(x, none).is_row_of(of(x, none * gone), 0, 0.02, 0.0)
     assert not of(x, g).is_row_of(of(x, gone), 0, 0.02, 0.0)
     assert not of(x, gone).is_row_of(of(x, g), 0, 0.02, 0.0)
     assert not of(x, gone).is_row_of(of(x, moved), 0, 0.02, 0.0)
