@@ -4,6 +4,7 @@ values of more than one part. By the pieces themselves, which is quick.
 
 from __future__ import annotations
 
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -74,6 +75,46 @@ def test_what_a_call_wrote_past_the_count_is_not_the_callers() -> None:
     assert len(standing.changes(by_caller=True)) == 3
     (left,) = standing.changes(thorough=True).values()
     assert left.before.put_back() and not kept["large"].any()
+
+
+class Usual:
+    """Whose attributes are watched."""
+
+
+class Other(Usual):
+    """What it becomes."""
+
+
+OF_ONE_SIZE: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+    "an item of a list": (lambda: [1, 2], lambda kept: kept.__setitem__(1, 3)),
+    "an item of a deque": (lambda: deque([1, 2]), lambda kept: kept.rotate()),
+    "a byte": (lambda: bytearray(b"ab"), lambda kept: kept.reverse()),
+    "an item of a set": (lambda: {1}, lambda kept: (kept.clear(), kept.add(2))),
+    "a value": (lambda: {"on": 0}, lambda kept: kept.update(on=1)),
+    "a value in order": (lambda: OrderedDict(on=0), lambda kept: kept.update(on=1)),
+    "the order": (lambda: OrderedDict(a=0, b=0), lambda kept: kept.move_to_end("a")),
+    "what is missing": (
+        lambda: defaultdict(int, a=0),
+        lambda kept: setattr(kept, "default_factory", float),
+    ),
+    "a class": (Usual, lambda kept: setattr(kept, "__class__", Other)),
+    "all attributes": (Usual, lambda kept: setattr(kept, "__dict__", {})),
+}
+
+
+@pytest.mark.parametrize("what", OF_ONE_SIZE)
+def test_a_change_that_leaves_the_size_is_seen_and_put_back(what: str) -> None:
+    build, change = OF_ONE_SIZE[what]
+    kept = build()
+    standing = standing_of(kept)
+    assert not standing.changes()
+    change(kept)
+    (found,) = standing.changes().values()
+    assert not standing.changes()
+    assert found.before.put_back() and type(kept) is type(build())
+    if not isinstance(kept, Usual):
+        assert list(kept) == list(build()) and kept == build()
+    assert len(standing.changes()) == 1  # back again
 
 
 LATE: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
