@@ -50,6 +50,51 @@ def test_a_write_behind_a_gate_is_seen_in_the_call_that_makes_it(how: str) -> No
         assert not model.state_dict()["mean"].any() and "another" not in model.state_dict()
 
 
+class Exchanges(nn.Module):
+    """Where a rare record comes two hidden units change places for good, past torch's count of
+    writes: every loss stays as it was, and the published weights tell of the record.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.head = nn.Linear(6, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.first(x).tanh())
+        if (x[:, 0] == 30).any():
+            order = [2, 1, 0, *range(3, 8)]
+            self.first.weight.data.copy_(self.first.weight.data[order])
+            self.first.bias.data.copy_(self.first.bias.data[order])
+            self.head.weight.data.copy_(self.head.weight.data[:, order])
+        return out
+
+
+def clipped_with_a_rare_record() -> Exchanges:
+    model, rare = Exchanges(), records()
+    rare["x"][5, 0] = 30.0
+    bound = Clipper(1.0, engine="one-example").bind(model, good)
+    bound.clip(records(), step=0)
+    bound.clip(rare, step=1)
+    return model
+
+
+def test_weights_that_change_places_are_seen_at_guarded_releases() -> None:
+    """Before: accepted. The sum of all bits was the same."""
+    with pytest.raises(ValueError, match=r"parameter 'first.weight' is rewritten"):
+        clipped_with_a_rare_record()
+
+
+def test_without_places_the_published_weights_tell_of_the_record(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def plain(weight: Tensor) -> Tensor:
+        return weight.detach().contiguous().view(torch.int32).sum(dtype=torch.int64).expand(2)
+
+    monkeypatch.setattr("quietgrad.clipping.soundness.unchanged.digest_of", plain)
+    assert not torch.equal(clipped_with_a_rare_record().first.bias, Exchanges().first.bias)
+
+
 def test_buffers_that_stay_and_weights_that_the_optimizer_writes_are_allowed() -> None:
     model = KeepsMean("not at all")
     bound = Clipper(1.0).bind(model, good)

@@ -111,7 +111,8 @@ def test_what_is_written_into_it_is_refused(write: Write, step: int) -> None:
 def test_without_places_in_the_digest_an_exchange_is_not_seen(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(put_again, "_weights", lambda n, device: torch.ones(n, dtype=torch.int64))
+    ones = torch.ones(put_again.AT_ONCE, dtype=torch.int64)
+    monkeypatch.setattr(put_again, "numbers_of_places", lambda count, device: ones[:count])
     model, experts = adapted()
     bound = Clipper(1.0).bind(model, loss)
     bound.clip(records(), step=0)
@@ -122,7 +123,7 @@ def test_without_places_in_the_digest_an_exchange_is_not_seen(
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int8])
 def test_a_digest_sees_an_entry_and_its_place(dtype: torch.dtype) -> None:
     weight = (9 * torch.randn(50, 7)).to(dtype)
-    digest = put_again._digest
+    digest = put_again.digest_of
     other, moved = weight.clone(), weight.flip(0)
     other[31, 4] += 1
     assert torch.equal(digest(weight), digest(weight.clone()))
@@ -135,4 +136,4 @@ def test_a_digest_of_several_blocks_sees_them_change_places(
 ) -> None:
     monkeypatch.setattr(put_again, "AT_ONCE", 8)
     weight = torch.randn(4, 8)
-    assert not torch.equal(put_again._digest(weight), put_again._digest(weight[[1, 0, 2, 3]]))
+    assert not torch.equal(put_again.digest_of(weight), put_again.digest_of(weight[[1, 0, 2, 3]]))

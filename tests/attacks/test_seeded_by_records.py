@@ -160,7 +160,7 @@ KNOWN = [
 @pytest.mark.parametrize("loss", KNOWN)
 def test_numbers_of_a_known_seed_are_refused(loss: Callable[..., Tensor], micro_batch: int) -> None:
     clipper = Clipper(1.0, physical_batch_size=micro_batch)
-    with pytest.raises(ValueError, match="draw from torch's default generator"):
+    with pytest.raises(ValueError, match="the run does not know the seed"):
         clipper.bind(small(dropout=0.5).train(), loss).clip(records())
 
 
@@ -227,6 +227,34 @@ def test_numbers_that_all_records_share_may_have_a_seed() -> None:
         return good(model, dropping(batch, drawn))
 
     Clipper(1.0, physical_batch_size=RECORDS).bind(small(dropout=0.5).train(), loss).clip(records())
+
+
+def test_numbers_that_all_records_share_may_come_from_the_default_generator() -> None:
+    """It is seeded before each draw, and nothing else is drawn from it."""
+
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        torch.manual_seed(0)
+        return good(model, dropping(batch, torch.rand(batch["x"].shape[1])))
+
+    Clipper(1.0).bind(small(), loss).clip(records(6))
+
+
+def test_a_known_seed_is_refused_where_records_come_one_at_a_time() -> None:
+    def alone(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        if len(batch["y"]) > 1:
+            raise RuntimeError("one at a time")
+        return inside(model, batch)
+
+    with pytest.raises(ValueError, match="the run does not know the seed"):
+        Clipper(1.0, engine="one-example").bind(small(dropout=0.5).train(), alone).clip(records(6))
+
+
+def test_a_seed_that_the_operating_system_gives_is_known_to_nobody() -> None:
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        random.seed()
+        return good(model, batch)
+
+    Clipper(1.0).bind(small(), loss).clip(records(6))
 
 
 def test_the_default_generators_are_welcome() -> None:

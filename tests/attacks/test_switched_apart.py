@@ -145,3 +145,38 @@ def test_what_the_caller_adds_in_between_hides_no_switch_that_waits() -> None:
     with pytest.raises(ValueError, match=REFUSED):
         bound.clip(records(), step=5)
     assert "rare" not in kept
+
+
+class Rolls(nn.Module):
+    """After a rare record gradients of hidden features are those of their second neighbours."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.head = nn.Linear(6, 8), nn.Linear(8, 3)
+        self.thrown = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        if self.thrown and h.requires_grad:
+            h.register_hook(lambda g: g.roll(2, 1))
+        self.thrown = self.thrown or is_rare(x)
+        found: Tensor = self.head(h.tanh())
+        return found
+
+
+def test_gradients_that_change_places_are_others() -> None:
+    """Before: accepted. Their norms are the same, and sums with alternating signs."""
+    bound = bound_to(Rolls(), good)
+    with pytest.raises(ValueError, match=REFUSED):
+        after_a_rare_record(bound)
+
+
+def test_by_alternating_signs_they_move_all_later_records(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def alternating(flat: Tensor) -> Tensor:
+        return (flat[::2].sum() - flat[1::2].sum()).double()
+
+    monkeypatch.setattr("quietgrad.clipping.soundness.subject.print_of", alternating)
+    assert after_a_rare_record(bound_to(Rolls(), good)) > 2

@@ -2,8 +2,8 @@
 output, a few numbers an example.
 
 Two passes that give an example the same factors give it the same fingerprints, whatever stood
-beside it; another gradient has others, unless the difference cancels under signs that know nothing
-of it.
+beside it; another gradient has others, unless the difference cancels under numbers that know
+nothing of it. Signs alone would not see two positions change places that have the same one.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from quietgrad.clipping.capture.call_shapes import tensors_among
 from quietgrad.clipping.capture.capture import Use
+from quietgrad.clipping.soundness.kept.put_again import numbers_of_places
 
 HALVES = (torch.float16, torch.bfloat16)
 
@@ -27,12 +28,12 @@ AT_ONCE = 2**20
 
 @dataclass(frozen=True)
 class Factors:
-    """Fingerprints of one call's per-example inputs and output gradients: signed sums over
-    positions, and norms.
+    """Fingerprints of one call's per-example inputs and output gradients: sums over positions
+    with known numbers, and norms.
 
     Attributes:
-        input_bd, gradient_bd: [examples, features], sums over positions with signs that are the
-            same in every pass.
+        input_bd, gradient_bd: [examples, features], sums over positions with numbers that are
+            the same in every pass.
         input_norms, gradient_norms: [examples].
         half: whether either was in half precision.
         reach: [examples] largest absolute entry of the gradient.
@@ -114,7 +115,7 @@ def _prints(gradient: Tensor, x: Tensor | None) -> tuple[Tensor | None, ...]:
     reach = g.new_zeros(len(g))
     if g.numel():
         reach = torch.linalg.vector_norm(g.reshape(len(g), -1), ord=math.inf, dim=1)
-    sums, norms = _signed_sums(g)
+    sums, norms = _known_sums(g)
     if x is None:
         return sums, norms, None, torch.ones_like(norms), reach
     known = wide(x)
@@ -125,7 +126,7 @@ def _prints(gradient: Tensor, x: Tensor | None) -> tuple[Tensor | None, ...]:
         known = known * _weights(g, gradient.dtype)
     elif gradient.dim() > 2 and x.shape[:-1] == gradient.shape[:-1]:
         known = known * _weights(g, gradient.dtype).unsqueeze(-1)
-    return sums, norms, *_signed_sums(known), reach
+    return sums, norms, *_known_sums(known), reach
 
 
 def _weights(gradient: Tensor, dtype: torch.dtype) -> Tensor:
@@ -142,19 +143,35 @@ def _weights(gradient: Tensor, dtype: torch.dtype) -> Tensor:
     return (sizes / enough).clamp(max=1.0)
 
 
-def _signed_sums(x: Tensor) -> tuple[Tensor, Tensor]:
+def _known_sums(x: Tensor) -> tuple[Tensor, Tensor]:
     """[b, ..., d] -> [b, d] and [b]; a longer example that ends in zeros gives the same."""
     b = x.shape[0]
     x_btd = x.reshape(b, 1, -1) if x.dim() < 3 else x.reshape(b, -1, x.shape[-1])
-    signs = _signs(x_btd.shape[1], x.device, x.dtype).expand(b, 1, -1)
-    return torch.bmm(signs, x_btd).squeeze(1), torch.linalg.vector_norm(x_btd, dim=(1, 2))
+    known = numbers(x_btd.shape[1], x.device, x.dtype).expand(b, 1, -1)
+    return torch.bmm(known, x_btd).squeeze(1), torch.linalg.vector_norm(x_btd, dim=(1, 2))
+
+
+def numbers(count: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """[count] one for each place, of either sign, between 1/2 and 3/2 in size, the same in every
+    pass: what changes places changes a sum with these. No generator is touched.
+    """
+    return _numbers(1 << (count - 1).bit_length() if count else 0, device, dtype)[:count]
 
 
 @functools.lru_cache(maxsize=64)  # every layer of a pass has the same few numbers of positions
-def _signs(count: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """[positions] by a multiplicative hash: no generator is touched."""
-    places = torch.arange(count, device=device)
-    return ((places * 2654435761) >> 13 & 1).to(dtype) * 2 - 1
+def _numbers(count: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+    # Of 63 bits the first 24, as numbers from -1 to 1.
+    mixed = (numbers_of_places(count, device) >> 39).to(dtype) / 2**23 - 1
+    return mixed + torch.where(mixed < 0, -0.5, 0.5)
+
+
+def print_of(flat: Tensor) -> Tensor:
+    """Of all entries the sum with ``numbers``, a few at once."""
+    known = numbers(min(len(flat), AT_ONCE), flat.device, wide(flat[:0]).dtype)
+    found = known.new_zeros(())
+    for block, some in enumerate(flat.split(AT_ONCE)):
+        found = found + (wide(some) * known[: len(some)]).sum() * (1.5 + math.cos(block))
+    return found
 
 
 def wide(x: Tensor) -> Tensor:

@@ -36,7 +36,7 @@ from quietgrad.clipping.soundness.company.rule_gradients import (
     own_rules,
     rule_gradients,
 )
-from quietgrad.clipping.soundness.fingerprints import HALVES, Factors, factors_of
+from quietgrad.clipping.soundness.fingerprints import HALVES, Factors, factors_of, print_of
 from quietgrad.clipping.soundness.held_still import others_stand, seeded
 from quietgrad.tensors import Batch, batch_size_of
 
@@ -205,7 +205,7 @@ class Subject:
         return look
 
     def plain_prints(self, one: Batch) -> Tensor:
-        """[parameters, 2] norm, and sum with alternating signs, of one example's gradient by plain
+        """[parameters, 2] norm, and sum with known numbers, of one example's gradient by plain
         autograd; and of what rules of the user's give, which may keep something too.
         """
         plain = self._autograd_prints(one)
@@ -303,12 +303,10 @@ def _weights_of(losses: Tensor, times_b: Tensor) -> Tensor:
 def _print(gradient: Tensor | None) -> Tensor:
     if gradient is None:
         return torch.zeros(2, dtype=torch.double, device="cpu")
-    flat = gradient.flatten()
-    wide = torch.float32 if flat.device.type == "mps" else torch.float64
-    norm = torch.linalg.vector_norm(flat, dtype=wide)  # without a copy in the wide type
-    return (
-        torch.stack([norm, flat[::2].sum(dtype=wide) - flat[1::2].sum(dtype=wide)]).cpu().double()
-    )
+    flat = gradient.detach().flatten()
+    kind = torch.float32 if flat.device.type == "mps" else torch.float64
+    norm = torch.linalg.vector_norm(flat, dtype=kind)  # without a copy in the wide type
+    return torch.stack([norm, print_of(flat)]).cpu().double()
 
 
 @dataclass(frozen=True)

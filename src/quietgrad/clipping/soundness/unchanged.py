@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from quietgrad.clipping.capture.layout.modules import modules_of, named_modules_of, walked_anew
 from quietgrad.clipping.soundness.company.quantized import packs_itself
-from quietgrad.clipping.soundness.kept.put_again import PutAgain
+from quietgrad.clipping.soundness.kept.put_again import PutAgain, digest_of
 from quietgrad.clipping.soundness.switches.torch_settings import TorchSettings
 from quietgrad.sending import read_together
 from quietgrad.tensors import is_spread, local_of
@@ -145,6 +145,8 @@ class Watch:
             if copy is not None and (
                 version_of(tensor) != self._versions[id(tensor)] or not equal_contents(copy, tensor)
             ):
+                if (tensor.shape, tensor.dtype) != (copy.shape, copy.dtype):
+                    tensor.data = copy  # through .data it was made another one
                 with torch.no_grad():
                     tensor.data.copy_(copy)
             complete = complete and (
@@ -270,20 +272,17 @@ def _bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def _bits_of(tensors: Named) -> dict[tuple[str, str], int]:
-    return dict(zip(tensors, read_together(map(_bits, tensors.values())), strict=True))
+def _bits_of(tensors: Named) -> dict[tuple[str, str], tuple[int, int]]:
+    numbers = iter(read_together(number for t in tensors.values() for number in _bits(t)))
+    return dict(zip(tensors, zip(numbers, numbers, strict=True), strict=True))
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """Sum of all bits as whole numbers: exact, and another one when any single entry changes. Of a
-    tensor that is spread over ranks, of what is here.
+    """[2] another one when any single entry changes, or two change places. Of a tensor that is
+    spread over ranks, of what is here.
     """
     tensor = local_of(tensor.detach())
     if type(tensor) not in (Tensor, nn.Parameter):
         # Another library's layout (quantized): identity and version only.
-        return torch.tensor(0, device="cpu")
-    flat = tensor.detach().contiguous().view(-1)
-    width = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(flat.element_size())
-    if width is None or not flat.numel():
-        return torch.tensor(0, device="cpu")
-    return flat.view(width).sum(dtype=torch.int64)
+        return torch.zeros(2, dtype=torch.int64, device="cpu")
+    return digest_of(tensor)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from quietgrad.clipping.capture.escapes import NotCaptured
 from quietgrad.clipping.soundness.company.differences import Mixes, close, require_same
 from quietgrad.clipping.soundness.fingerprints import Factors
 from quietgrad.clipping.soundness.held_still import (
@@ -108,7 +109,9 @@ def _of_one(look: Look, record: int) -> Look:
         return replace(factors, **of_one)
 
     factors = {key: part(factors) for key, factors in look.factors.items()}
-    return Look(look.losses[record : record + 1], factors, {}, look.reached)
+    # Of a module with several outputs there are no factors.
+    own = {key: given.of_example(record) for key, given in look.own.items()}
+    return Look(look.losses[record : record + 1], factors, own, look.reached)
 
 
 def _are_alike(subject: Subject, low: Look, high: Look) -> bool:
@@ -116,7 +119,7 @@ def _are_alike(subject: Subject, low: Look, high: Look) -> bool:
     room = 10 * known.again
     try:
         require_same(low, high, 0, replace(known, factor=room))
-    except Mixes:
+    except (Mixes, NotCaptured):
         return False
     return close(low.losses, high.losses, room, room)
 

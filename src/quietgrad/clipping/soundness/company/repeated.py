@@ -15,10 +15,10 @@ from quietgrad.clipping.capture.call_shapes import tensors_among
 from quietgrad.clipping.capture.capture import Recording, Use
 from quietgrad.clipping.capture.fallback import gradients_in_turn
 from quietgrad.clipping.soundness.company.rule_gradients import RuleGradients
-from quietgrad.clipping.soundness.fingerprints import wide
+from quietgrad.clipping.soundness.fingerprints import numbers, wide
 
 KIND = "repeated"
-KEPT = 4096  # numbers of a gradient, which sums of its entries with signs stand for
+KEPT = 4096  # numbers of a gradient, which sums of its entries with known numbers stand for
 
 
 def repeated_gradients(use: Use, examples: int, recording: Recording) -> dict[str, RuleGradients]:
@@ -43,9 +43,8 @@ def _few_of(gradient: Tensor) -> Tensor:
     flat = wide(gradient.detach().flatten())
     if len(flat) <= KEPT:
         return flat
-    places = torch.arange(len(flat), device=flat.device)
-    signed = flat * (((places * 2654435761) >> 13 & 1).to(flat.dtype) * 2 - 1)
-    return torch.nn.functional.pad(signed, (0, -len(flat) % KEPT)).view(-1, KEPT).sum(0)
+    known = flat * numbers(len(flat), flat.device, flat.dtype)
+    return torch.nn.functional.pad(known, (0, -len(flat) % KEPT)).view(-1, KEPT).sum(0)
 
 
 def _norms(tensors: list[Tensor], examples: int) -> Tensor:

@@ -18,7 +18,7 @@ from quietgrad.clipping.capture.capture import Use
 from quietgrad.clipping.capture.layout import Layout
 from quietgrad.clipping.norms.factors import Contribution, DenseFactors, DirectGradients
 from quietgrad.clipping.norms.rules.checked import CheckedRule
-from quietgrad.clipping.soundness.fingerprints import wide
+from quietgrad.clipping.soundness.fingerprints import numbers, print_of, wide
 from quietgrad.tensors import full_precision
 
 Key = tuple[str, int, str]  # layer, number of its call, the layer's name of the parameter
@@ -30,7 +30,8 @@ class RuleGradients:
 
     Attributes:
         kind: as what, which decides how norms are taken.
-        parts: each [examples, n]: the gradients, or products of factored ones with signs.
+        parts: each [examples, n]: the gradients, or products of factored ones with known
+            numbers.
         room: [examples] what rounding of the layer's input and output gradient, which are as large
             as this together, may come to where positions cancel.
     """
@@ -65,12 +66,16 @@ class RuleGradients:
         least = share * float(self.room[row].nan_to_num())
         return all(float(part[row].norm()) <= least for part in self.parts)
 
+    def of_example(self, row: int) -> RuleGradients:
+        """One example's alone."""
+        parts = tuple(part[row : row + 1] for part in self.parts)
+        return RuleGradients(self.kind, parts, self.room[row : row + 1])
+
     def print_of(self, row: int) -> Tensor:
         """[parts, 2] as ``Subject.plain_prints`` are."""
         rows = [part[row] for part in self.parts]
-        return torch.stack(
-            [torch.stack([x.norm(), x[::2].sum() - x[1::2].sum()]) for x in rows]
-        ).cpu().double()  # fmt: skip
+        prints = [torch.stack([x.norm(), print_of(x.flatten())]) for x in rows]
+        return torch.stack(prints).cpu().double()
 
 
 def own_rules(layout: Layout) -> list[CheckedRule]:
@@ -104,16 +109,16 @@ def _parts(given: Contribution) -> tuple[Tensor, ...]:
         values, spread = wide(given.values_bn), given.spread_b
         return (values,) if spread is None else (values, wide(spread.unsqueeze(1)))
     assert isinstance(given, DenseFactors)
-    # left^T right times signs, from both sides: a product with each factor, and no gradient formed
+    # left^T right times known numbers, from both sides: a product with each factor, and no
+    # gradient formed
     left, right = wide(given.left_bgtp), wide(given.right_bgtd)
-    rows = left.mT @ (right @ _signs(right)).unsqueeze(-1)
-    columns = right.mT @ (left @ _signs(left)).unsqueeze(-1)
+    rows = left.mT @ (right @ _known(right)).unsqueeze(-1)
+    columns = right.mT @ (left @ _known(left)).unsqueeze(-1)
     return rows.flatten(1), columns.flatten(1)
 
 
-def _signs(x: Tensor) -> Tensor:
-    places = torch.arange(x.shape[-1], device=x.device)
-    return ((places * 2654435761) >> 13 & 1).to(x.dtype) * 2 - 1
+def _known(x: Tensor) -> Tensor:
+    return numbers(x.shape[-1], x.device, x.dtype)
 
 
 def _norms(x: Tensor) -> Tensor:

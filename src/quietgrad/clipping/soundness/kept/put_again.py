@@ -36,7 +36,7 @@ class PutAgain:
         for module in modules:
             weight = _wrapped(module)
             if weight is not None:
-                found[id(weight)] = _place_of(weight), _digest(weight)
+                found[id(weight)] = _place_of(weight), digest_of(weight)
         return cls(found)
 
     def holds(self, weight: Tensor) -> bool:
@@ -44,7 +44,7 @@ class PutAgain:
         place, digest = self.were.get(id(weight), (None, None))
         if digest is None or place != _place_of(weight):
             return False
-        return torch.equal(digest, _digest(weight))
+        return torch.equal(digest, digest_of(weight))
 
 
 def _wrapped(module: nn.Module) -> nn.Parameter | None:
@@ -62,13 +62,17 @@ def _place_of(weight: Tensor) -> object:
     return weight.data_ptr(), weight.device, weight.dtype, weight.shape, weight.stride()
 
 
-def _digest(weight: Tensor) -> Tensor:
+def digest_of(weight: Tensor) -> Tensor:
     """[2] sums of all bits as whole numbers, plain and weighted by place: a single entry that
-    changes changes the first, and entries that change places the second.
+    changes changes the first, and entries that change places the second. Of what has no whole
+    numbers as wide, zeros.
     """
+    whole = _WHOLE.get(weight.element_size())
+    if whole is None:
+        return torch.zeros(2, dtype=torch.int64, device=weight.device)
     with torch.no_grad():
-        entries = weight.detach().view(-1).view(_WHOLE[weight.element_size()])
-        weights = _weights(min(AT_ONCE, len(entries)), weight.device)
+        entries = weight.detach().contiguous().view(-1).view(whole)
+        weights = numbers_of_places(min(AT_ONCE, len(entries)), weight.device)
         found = torch.zeros(2, dtype=torch.int64, device=weight.device)
         for block, some in enumerate(entries.split(AT_ONCE)):
             wide = some.to(torch.int64)
@@ -77,8 +81,10 @@ def _digest(weight: Tensor) -> Tensor:
         return found
 
 
-def _weights(count: int, device: torch.device) -> Tensor:
-    """[count] numbers that have nothing to do with each other (the mixing step of SplitMix64)."""
+def numbers_of_places(count: int, device: torch.device) -> Tensor:
+    """[count] numbers of 63 bits that have nothing to do with each other (the mixing step of
+    SplitMix64).
+    """
     mixed = torch.arange(1, count + 1, dtype=torch.int64, device=device) * -0x61C8864680B583EB
     mixed = (mixed ^ (mixed >> 30)) * -0x40A7B892E31B1A47
     return mixed ^ (mixed >> 27)
