@@ -178,9 +178,23 @@ def listed(words: Iterable[str], last: str = "or") -> str:
     return f"{', '.join(before)} {last} {final}" if before else final
 
 
+# What other libraries call a setting, where no likeness of letters leads from there to its name.
+ELSEWHERE = {
+    "batch_size": "expected_batch_size",
+    "delta": "target_delta",
+    "eps": "target_epsilon",
+    "epsilon": "target_epsilon",
+    "lr": "learning_rate",
+    "sigma": "noise_multiplier",
+    "wd": "weight_decay",
+}
+
+
 def nearest(word: str, valid: Iterable[str]) -> str:
     """``; did you mean 'x'?`` with the closest valid word, or the list of valid ones."""
     options = list(valid)
+    if ELSEWHERE.get(word) in options:
+        return f"; did you mean {ELSEWHERE[word]!r}?"
     close = difflib.get_close_matches(word, options, n=1, cutoff=0.5)
     return f"; did you mean {close[0]!r}?" if close else f"; valid: {', '.join(options)}"
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from rich.table import Table as Shown
 
+from quietgrad.checks import ELSEWHERE
 from quietgrad.cli.output import console, print_json
 from quietgrad.records import described, hints_of
 from quietgrad.training.settings.config import TABLES
@@ -78,7 +79,8 @@ def chosen(key: str | None) -> list[Setting]:
     found = [s for s in every if key in (s.table, s.key, f"{s.table}.{s.key}")]
     if not found:
         names = [*TABLES, *(name for s in every for name in (s.key, f"{s.table}.{s.key}"))]
-        close = difflib.get_close_matches(key, dict.fromkeys(names), n=3, cutoff=0.5)
+        meant = [f"{s.table}.{s.key}" for s in every if s.key == ELSEWHERE.get(key)]
+        close = meant or difflib.get_close_matches(key, dict.fromkeys(names), n=3, cutoff=0.5)
         hint = f"did you mean {', '.join(close)}?" if close else "`quietgrad settings` has them all"
         raise ValueError(f"KEY={key!r} is no setting; {hint}")
     return found

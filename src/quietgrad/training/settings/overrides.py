@@ -26,6 +26,8 @@ Tree = dict[str, Any]
 
 # Of each pair, in its table, at most one is given.
 ALTERNATIVES = (("training", "steps", "epochs"), ("privacy", "target_epsilon", "noise_multiplier"))
+# How names of files end that hold records: given in place of the configuration that names them.
+OF_RECORDS = (".csv", ".tsv", ".jsonl", ".json", ".parquet")
 # Tables of a comparison that `quietgrad spectrum` passes over.
 OF_COMPARISONS = ("comparison", "variants", "search")
 
@@ -48,6 +50,11 @@ def read_toml(path: str | Path) -> Tree:
         raise ValueError(f"config={str(path)!r} is a folder; name a TOML file{hint}")
     if not file.is_file():
         raise ValueError(f"config={str(path)!r}: no such file")
+    if file.suffix.lower() in OF_RECORDS:
+        raise ValueError(
+            f"config={str(path)!r} is a file of records; `quietgrad init {path}` writes a "
+            "configuration for it, to name in its place"
+        )
     try:
         return tomllib.loads(file.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

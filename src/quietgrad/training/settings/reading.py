@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quietgrad.checks import listed, nearest
+from quietgrad.checks import ELSEWHERE, listed, nearest
 from quietgrad.records import Outline, conformed, hint_from, hints_of
 
 OF_TRAINING = Path(__file__).with_name("keys.json")
@@ -103,7 +103,8 @@ def meant(table: str, key: str, keys: Mapping[str, Iterable[str]]) -> str:
         keys: of each table.
     """
     close = nearest(key, keys[table])
-    owners = [f"'{other}.{key}'" for other, names in keys.items() if key in names]
+    names_of_it = {key, ELSEWHERE.get(key, key)} - {*keys[table]}
+    owners = [f"'{o}.{name}'" for o, names in keys.items() for name in names_of_it & {*names}]
     if not owners:
         return close
     start = f"{close[:-1]}, or" if close.endswith("?") else "; did you mean"
