@@ -209,7 +209,7 @@ def audit(
         typer.Option(
             "--figure",
             metavar="FILE.png",
-            help="Draw the claimed trade-off curve and the attack's errors; treat it as the records.",
+            help="Draw the claimed trade-off curve and the errors; private, as the records are.",
         ),
     ] = Path("audit.png"),
     as_json: accounting.AsJson = False,
