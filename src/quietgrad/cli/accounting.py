@@ -69,9 +69,7 @@ def calibrate(
     users: OfUsers = False,
     as_json: AsJson = False,
 ) -> None:
-    """The smallest noise multiplier that meets a target epsilon.
-
-    It follows from N, B and T, which have to be given.
+    """The least noise multiplier for a target epsilon; needs N, B, T.
 
     Example: quietgrad calibrate --epsilon 2 --delta 1e-5 --dataset-size 60000 --batch-size 600
     --steps 1000
@@ -117,8 +115,6 @@ def epsilon(
     as_json: AsJson = False,
 ) -> None:
     """The epsilon of a mechanism, or what a run has spent.
-
-    Give --ledger, or delta, the noise multiplier, N, B and T.
 
     Example: quietgrad epsilon --ledger runs/first
     """
