@@ -32,6 +32,8 @@ def site() -> Iterator[ModuleType]:
 def command(arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     from quietgrad.cli import main
 
+    into = arguments[-1] if arguments[-2] == ">" else ""
+    arguments = arguments[:-2] if into else arguments
     monkeypatch.setattr(sys, "argv", arguments)
     with pytest.raises(SystemExit) as ended:
         main()
@@ -39,6 +41,8 @@ def command(arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: Any) 
     progress = "--json" in arguments  # is said beside the object
     assert (ended.value.code or 0) == 0 and (progress or not err), (arguments, err)
     assert out
+    if into:
+        Path(into).write_text(out)
 
 
 @pytest.mark.slow("trains, audits and exports as a reader of the tutorial would")

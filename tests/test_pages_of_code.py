@@ -49,7 +49,8 @@ def test_the_code_of_auditing_runs(capsys: pytest.CaptureFixture[str]) -> None:
     shown = capsys.readouterr().out.splitlines()
     assert len(shown) == 2 and shown[0].startswith("claimed 4.38, shown ")
     assert 2.5 < float(shown[0].split("shown ")[1].split(":")[0]) < 5.0
-    assert scope["report"].claimed <= 8.0
+    # A model of 22 entries, which 500 canaries shared, let 0.00 to 0.43 show.
+    assert scope["report"].lower_bound > 1.0 and scope["report"].claimed <= 8.0
 
 
 def test_one_step_is_the_readmes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -124,6 +124,28 @@ def test_no_rank_and_no_fact_is_passed_over(fact: str, rank: int) -> None:
         require_alike(told)
 
 
+@pytest.mark.parametrize(
+    ("config", "size", "words"),
+    [
+        (changed(BASE, noise_multiplier=1.1), RECORDS, r"noise_multiplier (1.0 and 1.1)"),
+        (changed(BASE, steps=7), RECORDS, "steps (6 and 7)"),
+        (changed(BASE, max_grad_norm=2.0), RECORDS, "max_grad_norm (1.0 and 2.0)"),
+        (changed(BASE, sample_rate=0.5), RECORDS, "expected_batch_size (6.0 and 12.0)"),
+        (BASE, RECORDS + 1, "dataset_size (24 and 25)"),
+    ],
+)
+def test_what_differs_is_named_with_both_values(
+    config: PrivacyConfig, size: int, words: str
+) -> None:
+    """It was "differ in mechanism", and whoever had started the ranks had to guess what."""
+    with pytest.raises(RuntimeError) as refused:
+        require_alike([facts(BASE), facts(config, size)])
+    of = "for the same records" if size != RECORDS else "from the same settings"
+    assert str(refused.value).startswith(
+        f"ranks 0 and 1 differ in {words}, so they would not be one run: build the plan {of}"
+    )
+
+
 def test_those_that_have_to_say_the_same_are_compared_to_the_last() -> None:
     assert apart("claim", {0: 5, 1: 5, 2: 5}, [range(3)]) == ""
     assert apart("claim", {0: 5, 1: 5, 2: 6}, [range(3)]) == "ranks 0 and 2"

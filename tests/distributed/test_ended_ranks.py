@@ -4,6 +4,8 @@ and what it may say of its error. (They waited until the group's timeout.)
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import subprocess
 import sys
@@ -214,3 +216,22 @@ def test_a_script_that_ends_is_named_at_once(before: bool, tmp_path: Path) -> No
             assert (
                 "rank 1 stopped after an error of its own, which it has shown (KeyError)" in first
             )
+
+
+def started_alone(rank: int, folder: str) -> str:
+    """What the first rank says while it alone starts the run, and the other comes late."""
+    impatient()
+    waiting.IN_SILENCE = 0.3
+    if rank:
+        time.sleep(2.0)
+    told = io.StringIO()
+    with contextlib.redirect_stderr(told):
+        plan_of().start().close()
+    return told.getvalue()
+
+
+def test_a_rank_that_waits_for_long_says_for_whom(tmp_path: Path) -> None:
+    """`if rank == 0:` before ``plan.start`` was half an hour without a word."""
+    first, second = on_ranks(2, tmp_path, started_alone, str(tmp_path))
+    assert "rank 0 has waited" in first and "for rank 1" in first and "plan.start" in first
+    assert first.count("\n") == 1 and second == ""

@@ -123,7 +123,8 @@ def test_a_rank_that_is_killed_stops_the_others_and_the_ledger_counts_its_noise(
     assert "lost another rank" in message and "gloo" not in message, message
     # What to do is said last, and gloo's words in short.
     assert "(its connection was closed)" in message and message.endswith(
-        "start all ranks again, and the run goes on from its ledger"
+        "load the weights that were saved last, start all ranks again, and the run goes on from "
+        "its ledger"
     )
     assert "/gloo/" in (folder / f"traceback{1 - which}.txt").read_text()  # as its cause
     counted = read_ledger(folder / "ledger.jsonl").releases

@@ -69,7 +69,7 @@ def calibrate(
     users: OfUsers = False,
     as_json: AsJson = False,
 ) -> None:
-    """The smallest noise multiplier that meets a target epsilon.
+    """The least noise multiplier for a target epsilon; needs N, B, T.
 
     Example: quietgrad calibrate --epsilon 2 --delta 1e-5 --dataset-size 60000 --batch-size 600
     --steps 1000

@@ -29,7 +29,12 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-Processes = Annotated[int, typer.Option("--nproc", metavar="N", help="On N processes here.")]
+Processes = Annotated[
+    int,
+    typer.Option(
+        "--nproc", metavar="N", help="Processes on this machine, one GPU each where there are some."
+    ),
+]
 
 
 def _version(wanted: bool) -> None:
@@ -90,7 +95,11 @@ def predict(
     ],
     output: Annotated[
         Path | None,
-        typer.Option("--output", metavar="FILE.csv", help="Write all records with predictions."),
+        typer.Option(
+            "--output",
+            metavar="FILE.csv",
+            help="Write all records with predictions; without it ten are shown.",
+        ),
     ] = None,
     each: Annotated[
         bool | None,
@@ -194,13 +203,13 @@ def audit(
     canaries: Annotated[
         int, typer.Option(help="m, records more, each in or out by a fair coin.")
     ] = 1000,
-    confidence: Annotated[float, typer.Option(help="Of the lower bounds.")] = 0.95,
+    confidence: Annotated[float, typer.Option(help="Of the lower bound, between 0 and 1.")] = 0.95,
     figure: Annotated[
         Path | None,
         typer.Option(
             "--figure",
             metavar="FILE.png",
-            help="Draw the claimed trade-off curve and the attack's errors.",
+            help="Draw the claimed trade-off curve and the errors; private, as the records are.",
         ),
     ] = Path("audit.png"),
     as_json: accounting.AsJson = False,

@@ -17,6 +17,7 @@ from quietgrad.checks import how_many
 from quietgrad.cli.output import console, fail, one_line, print_json
 from quietgrad.cli.progress.stages import stages
 from quietgrad.durable import replacing, require_open_folder
+from quietgrad.training.files.named import require_folder_of_a_run
 
 if TYPE_CHECKING:
     from quietgrad.training.tasks.predictions import Predictions
@@ -36,6 +37,7 @@ def run_predict(
         _require_writable(output, file)
     if not file.exists():
         fail(f"FILE={str(file)!r}: no such file or folder", 2)
+    require_folder_of_a_run(run_dir)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     target = console(as_json)
     with stages(target) as say:

@@ -327,8 +327,8 @@ class Ranks:
     def _stop(self, why: str) -> RuntimeError:
         self._stopped = why
         return RuntimeError(
-            f"{why}. No rank makes a further release; start all ranks again, and the run goes on "
-            "from its ledger"
+            f"{why}. No rank makes a further release; load the weights that were saved last, start "
+            "all ranks again, and the run goes on from its ledger"
         )
 
     @contextlib.contextmanager

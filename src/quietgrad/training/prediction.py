@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from quietgrad.checks import nearest
+from quietgrad.training.files.named import require_folder_of_a_run
 from quietgrad.training.files.run_dir import RunDir
 from quietgrad.training.precision import device_of, precision_context
 from quietgrad.training.settings.config import load_config
@@ -38,19 +38,8 @@ def finished_run(path: Path) -> RunDir:
     Raises:
         ValueError: if there is none, or its run has not ended.
     """
+    require_folder_of_a_run(path)
     run = RunDir(path)
-    if path.is_file():
-        raise ValueError(
-            f"RUN_DIR={str(path)!r} is a file; name the directory of a run (training.run_dir)"
-        )
-    if not path.is_dir():
-        near = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
-        raise ValueError(f"RUN_DIR={str(path)!r}: no such run directory{nearest(path.name, near)}")
-    if not run.config.is_file():
-        raise ValueError(
-            f"RUN_DIR={str(path)!r} holds no run (no {run.config.name}); name the training.run_dir "
-            "of one"
-        )
     if not run.result.is_file() or not run.model.is_dir():
         raise ValueError(
             f"RUN_DIR={str(path)!r}: this run has not ended; go on with it: quietgrad train "

@@ -24,10 +24,10 @@ Overrides = Annotated[
 ]
 
 ExtendSteps = Annotated[
-    int | None, typer.Option("--extend-steps", help="More steps than were planned.")
+    int | None, typer.Option("--extend-steps", help="So many steps on top of the plan's.")
 ]
 ExtendEpochs = Annotated[
-    float | None, typer.Option("--extend-epochs", help="The same in passes over records.")
+    float | None, typer.Option("--extend-epochs", help="So many passes over records on top.")
 ]
 ExtendTo = Annotated[
     float | None,
@@ -35,9 +35,9 @@ ExtendTo = Annotated[
 ]
 DeviceName = Annotated[
     str,
-    typer.Option(help="Or h200, a100-80gb, l4, cpu."),
+    typer.Option(help="h200, a100-80gb, a100-40gb, l4 or cpu."),
 ]
-Hours = Annotated[float | None, typer.Option(help="With --devices: what they buy.")]
+Hours = Annotated[float | None, typer.Option(help="With --devices: steps in such a time.")]
 ModelName = Annotated[
     str | None,
     typer.Option(
@@ -54,12 +54,12 @@ Lora = Annotated[int | None, typer.Option(help="With --model: rank of adapters."
 Bands = Annotated[int | None, typer.Option(help="With --model: bands of noise (1).")]
 EstimatorName = Annotated[
     str | None,
-    typer.Option("--estimator", help="With --model: ghost, hutch:32, ..."),
+    typer.Option("--estimator", help="With --model: auto, ghost, hutch:32..."),
 ]
 Checkpointed = Annotated[
-    bool, typer.Option("--checkpointing", help="With --model: activations made twice.")
+    bool, typer.Option("--checkpointing", help="With --model: activations recomputed.")
 ]
-Dtype = Annotated[str | None, typer.Option(help="With --model: of weights (bfloat16).")]
+Dtype = Annotated[str | None, typer.Option(help="With --model: bfloat16, or float32.")]
 Efficiency = Annotated[float | None, typer.Option(help="With --devices: share of peak (0.4).")]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -16,6 +17,7 @@ from quietgrad.distributed.groups.patience import patience
 BETWEEN = 1.0  # seconds between two looks of a rank that waits
 LONGEST = 0.002  # seconds of sleep, at most an eighth of what was waited
 AT_A_DOOR = 0.05  # the same where a group is made
+IN_SILENCE = 60.0  # seconds at such a door, until those who look on are told
 
 
 def met(work: Any, away: Callable[[float], str], between: float = BETWEEN) -> str:
@@ -63,7 +65,7 @@ def _meet() -> None:
     store: Any = dist.PrefixStore(place, dist.distributed_c10d._get_default_store())
     store.set(str(rank), "here")
     news.tell(news.BEGAN)
-    left, began, looked = set(range(size)) - {rank}, time.monotonic(), 0.0
+    left, began, looked, said = set(range(size)) - {rank}, time.monotonic(), 0.0, False
     longest = patience() or dist.distributed_c10d.default_pg_timeout
     while left := {r for r in left if not store.check([str(r)])}:
         waited = time.monotonic() - began
@@ -71,6 +73,15 @@ def _meet() -> None:
             looked, away = waited, news.told(sorted(left), waited)
             if away:
                 raise RuntimeError(f"{away}{news.AFTER}")
+        if waited > IN_SILENCE and not said:
+            said = True  # no warning: where those are errors, a slow rank would end the others
+            print(
+                f"quietgrad: rank {rank} has waited {waited:.0f} s for rank {min(left)}, and waits "
+                f"until {longest}: every rank has to come here, to plan.start, to a Trainer or to "
+                "the command, not the first alone",
+                file=sys.stderr,
+                flush=True,
+            )
         if timedelta(seconds=waited) > longest:
             raise RuntimeError(
                 f"rank {rank} waited {longest} for rank {min(left)}, which did not come where all "

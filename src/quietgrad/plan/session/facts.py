@@ -20,6 +20,21 @@ DIFFERS = {
 }
 
 
+def settings_of(plan: Startable) -> dict[str, object]:
+    """What somebody most often gives in another way on one rank, by the names it is given by. All
+    are public, and told as they are; the mechanism beside them has everything.
+    """
+    return {
+        "dataset_size": plan.dataset_size,
+        "steps": plan.steps,
+        "expected_batch_size": plan.expected_batch_size,
+        "delta": plan.delta,
+        "max_grad_norm": plan.max_grad_norm,
+        "target_epsilon": plan.target_epsilon,
+        "noise_multiplier": plan.noise.noise_multiplier,
+    }
+
+
 def facts_of(
     plan: Startable,
     ledger: str | Path | None,
@@ -33,6 +48,7 @@ def facts_of(
     users = sampler.users
     return {
         "versions": versions(),
+        **{name: str(value) for name, value in settings_of(plan).items()},
         "mechanism": digest(
             plan.first_event.to_json(),
             plan.first_planned.to_json(),
@@ -64,7 +80,9 @@ def require_alike(told: list[dict[str, str]]) -> None:
     for name in told[0]:
         for rank, facts in enumerate(told):
             if facts[name] != told[0][name]:
+                both = "" if name in DIFFERS else f" ({told[0][name]} and {facts[name]})"
+                of = "sampling" if name == "dataset_size" else "mechanism" if both else name
                 raise RuntimeError(
-                    f"ranks 0 and {rank} differ in {name}, so they would not be one run: "
-                    f"{DIFFERS[name]}"
+                    f"ranks 0 and {rank} differ in {name}{both}, so they would not be one run: "
+                    f"{DIFFERS[of]}"
                 )

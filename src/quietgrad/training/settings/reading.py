@@ -31,6 +31,7 @@ ELSEWHERE = {
     "privacy.max_grad_norm": ("clip", "clip_norm", "max_norm", "l2_norm_clip"),
     "optimizer.name": ("optimizer", "optim"),
     "optimizer.learning_rate": ("lr",),
+    "optimizer.weight_decay": ("wd",),
     "optimizer.schedule": ("scheduler", "lr_scheduler", "lr_scheduler_type"),
     "performance.max_physical_batch_size": (
         "physical_batch_size",
