@@ -176,7 +176,7 @@ def test_by_alternating_signs_they_move_all_later_records(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def alternating(flat: Tensor) -> Tensor:
-        return (flat[::2].sum() - flat[1::2].sum()).double()
+        return torch.stack([flat.norm(), flat[::2].sum() - flat[1::2].sum()]).double()
 
     monkeypatch.setattr("quietgrad.clipping.soundness.subject.print_of", alternating)
     assert after_a_rare_record(bound_to(Rolls(), good)) > 2

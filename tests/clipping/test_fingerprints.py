@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -146,6 +148,9 @@ def test_a_print_is_of_all_blocks_and_of_their_order(monkeypatch: pytest.MonkeyP
     flat = torch.arange(1.0, 11.0)
     last, blocks = flat.clone(), flat[[4, 5, 6, 7, 0, 1, 2, 3, 8, 9]]
     last[9] = 0.0
+    norm, _ = print_of(flat)
+    torch.testing.assert_close(float(norm), float(flat.double().norm()))
     for other in (last, blocks, flat.flip(0)):
-        assert abs(float(print_of(other) - print_of(flat))) > 0.1
-    assert float(print_of(flat[:0])) == 0.0
+        assert abs(float(print_of(other)[1] - print_of(flat)[1])) > 0.1
+    assert print_of(flat[:0]).tolist() == [0.0, 0.0]
+    assert not print_of(torch.tensor([1.0, math.nan])).isfinite().any()

@@ -303,10 +303,7 @@ def _weights_of(losses: Tensor, times_b: Tensor) -> Tensor:
 def _print(gradient: Tensor | None) -> Tensor:
     if gradient is None:
         return torch.zeros(2, dtype=torch.double, device="cpu")
-    flat = gradient.detach().flatten()
-    kind = torch.float32 if flat.device.type == "mps" else torch.float64
-    norm = torch.linalg.vector_norm(flat, dtype=kind)  # without a copy in the wide type
-    return torch.stack([norm, print_of(flat)]).cpu().double()
+    return print_of(gradient.detach().flatten()).cpu().double()
 
 
 @dataclass(frozen=True)

@@ -73,8 +73,7 @@ class RuleGradients:
 
     def print_of(self, row: int) -> Tensor:
         """[parts, 2] as ``Subject.plain_prints`` are."""
-        rows = [part[row] for part in self.parts]
-        prints = [torch.stack([x.norm(), print_of(x.flatten())]) for x in rows]
+        prints = [print_of(part[row].flatten()) for part in self.parts]
         return torch.stack(prints).cpu().double()
 
 
