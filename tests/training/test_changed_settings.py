@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 from tiny_runs import interrupt_at, train
 
+from quietgrad.training.prepare import Prepared
+
 
 @pytest.mark.parametrize(
     ("changed", "said"),
@@ -35,15 +37,16 @@ def test_it_names_the_settings(settings: dict[str, Any], changed: dict, said: st
 
 
 def test_a_change_that_has_no_name_there_is_named_as_in_the_ledger(
-    settings: dict[str, Any], csv_file: Path, tmp_path: Path
+    settings: dict[str, Any], csv_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another number of records, in the same file."""
+    """Another number of records, in the same file: before frozen layers run over them."""
     own = tmp_path / "own.csv"  # other tests read the one that all share
     rows = csv_file.read_text(encoding="utf-8").splitlines(keepends=True)
     own.write_text("".join(rows), encoding="utf-8")
     values = settings | {"training.steps": 7, "data.source": str(own)}
     train(values, report=interrupt_at(2))
     own.write_text("".join(rows[:-6]), encoding="utf-8")
+    monkeypatch.setattr(Prepared, "prefix_cache", lambda *_, **__: pytest.fail("they ran"))
     with pytest.raises(ValueError, match=r"event\.\w+ was [\d.]+ and is now [\d.]+") as refused:
         train(values, resume=True)
     assert "{" not in str(refused.value)

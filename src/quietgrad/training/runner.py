@@ -23,7 +23,7 @@ from quietgrad.ledger import LedgerContents, read_ledger
 from quietgrad.plan import PrivateRun
 from quietgrad.plan.seeds import root_key
 from quietgrad.training.evaluation import Evaluator
-from quietgrad.training.files.changed import start_of
+from quietgrad.training.files.changed import require_first_settings, start_of
 from quietgrad.training.files.checkpoint import (
     Restored,
     require_counted,
@@ -107,8 +107,8 @@ def train(
         RuntimeError: if the ledger can no longer be written, no trainable tensor moved, or a frozen
             one did.
     """
-    classifier = prepared.model.classifier
-    together = Together() if together is None else together
+    classifier, together = prepared.model.classifier, together or Together()
+    require_first_settings(prepared, run_dir, resume, together)
     loop = _Loop(prepared, run_dir, together, told)
     with contextlib.ExitStack() as stack:
 
