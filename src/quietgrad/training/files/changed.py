@@ -56,7 +56,8 @@ def require_first_settings(
         ValueError: for other settings or records than those that the run began with.
     """
     plan = prepared.plan
-    if not resume or plan is None:
+    trained = all(p.requires_grad for p in prepared.model.classifier.parameters())
+    if not resume or plan is None or trained:  # nothing runs before: a checkpoint may say more
         return
 
     def require() -> None:
