@@ -6,21 +6,20 @@ from pathlib import Path
 
 from quietgrad.cli.output import console, one_line, print_json, print_table
 from quietgrad.cli.progress.stages import stages
-from quietgrad.durable import require_open_folder
+from quietgrad.training.exporting.formats import format_of, require_format
 from quietgrad.training.files.named import require_folder_of_a_run
 
 
 @one_line
 def run_export(run_dir: Path, form: str | None, output: Path, as_json: bool) -> None:
     """See ``quietgrad export --help``."""
-    if output.absolute().parent.is_dir():
-        require_open_folder("--output", output)
+    form = format_of(output) if form is None else form
+    require_format(form, output)
     require_folder_of_a_run(run_dir)
     with stages(console(as_json)) as say:
         say(f"exporting the model of {run_dir}")  # before torch is loaded
-        from quietgrad.training.exporting.program import export_run, format_of
+        from quietgrad.training.exporting.program import export_run
 
-        form = format_of(output) if form is None else form
         made = export_run(run_dir, form, output)
     if as_json:
         print_json(made)

@@ -17,54 +17,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quietgrad.durable import replacing, require_open_folder
+from quietgrad.durable import replacing
 from quietgrad.training.exporting.exportable import BATCH, SHORTEST, Exportable, with_shape
+from quietgrad.training.exporting.formats import require_format
 from quietgrad.training.files.provenance import FILE as DESCRIPTION_FILE
 from quietgrad.training.prediction import finished_run
 from quietgrad.training.settings.config import load_config
 from quietgrad.training.tasks.registry import kind_of
 
-ENDINGS = {"torch-export": ".pt2", "onnx": ".onnx"}
-ONNX_PACKAGES = ("onnx", "onnxscript")
 METADATA = "quietgrad.json"  # file inside a .pt2; of ONNX the key "quietgrad"
 AGREEMENT = 1e-4  # of logits, relative to the largest
 TRIED = ((1, SHORTEST), (3, 5), (5, 13))  # batch sizes and lengths that the file is tried with
-
-
-def format_of(output: Path) -> str:
-    """The format that a file's ending stands for.
-
-    Raises:
-        ValueError: for another ending.
-    """
-    for form, ending in ENDINGS.items():
-        if output.suffix.lower() == ending:
-            return form
-    told = " or ".join(f"{ending} ({form})" for form, ending in ENDINGS.items())
-    raise ValueError(f"--output={str(output)!r} must end in {told}")
-
-
-def require_format(form: str, output: Path) -> None:
-    """Before any work: that the format is known, its packages are there, and the file can be made.
-
-    Raises:
-        ValueError: with the remedy.
-    """
-    if form not in ENDINGS:
-        raise ValueError(f"--format={form!r} is none; use {' or '.join(ENDINGS)}")
-    if output.suffix.lower() != ENDINGS[form]:
-        raise ValueError(f"--output={str(output)!r} must end in {ENDINGS[form]} for {form}")
-    if output.exists():
-        raise ValueError(f"--output={str(output)!r} is there already; name another file")
-    if not output.absolute().parent.is_dir():
-        raise ValueError(f"--output={str(output)!r}: no such folder; make it first")
-    require_open_folder("--output", output)
-    absent = [name for name in ONNX_PACKAGES if importlib.util.find_spec(name) is None]
-    if form == "onnx" and absent:
-        raise ValueError(
-            f"--format='onnx' needs {' and '.join(absent)}: pip install 'quietgrad[onnx]', or use "
-            "--format=torch-export"
-        )
 
 
 def export_run(run_dir: Path, form: str, output: Path) -> dict[str, Any]:
