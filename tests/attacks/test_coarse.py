@@ -157,3 +157,12 @@ def test_half_precision_that_comes_later_is_refused(step: int) -> None:
     model.narrow = True
     with pytest.raises(ValueError, match="runs in half precision"):
         bound.clip(drawn(), step=step)
+
+
+def test_one_half_tensor_among_a_calls_is_enough() -> None:
+    single, half = torch.zeros(1), torch.zeros(1, dtype=torch.bfloat16)
+    coarseness.refuse_coarser("layer", [single, single], 1.0)
+    coarseness.refuse_coarser("layer", [torch.zeros(1, dtype=torch.int64), single], 1.0)
+    for tensors in ([single, half], [half, single], [half]):
+        with pytest.raises(ValueError, match="'layer' runs in half precision"):
+            coarseness.refuse_coarser("layer", tensors, 1.0)

@@ -124,6 +124,23 @@ def test_groups_against_the_oracle(groups, scaling: str, engine: str) -> None:
         assert sum(float(g.double().pow(2).sum()) for g in alone.values()) <= 0.25 * (1 + 1e-6)
 
 
+def test_each_group_has_its_own_clip_factors() -> None:
+    """A layer of large gradients does not shorten another one's."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Identity(), nn.Linear(6, 1))
+    batch = {"x": 50.0 * torch.randn(5, 4)}
+    clipper = Clipper(1.0, engine="bookkeeping", groups="layer")
+    bound = clipper.bind(model, lambda model, batch: model(batch["x"]).sum(1))
+    parts = [bound.clip({"x": batch["x"][i : i + 1]}, step=4).gradients for i in range(5)]
+    whole = bound.clip(batch, step=4).gradients
+    for layer in ("0", "2"):  # each is clipped to 1 / sqrt(2)
+        names = (f"{layer}.weight", f"{layer}.bias")
+        lengths = [math.hypot(*(float(part[name].norm()) for name in names)) for part in parts]
+        assert 0.7 < min(lengths) <= max(lengths) <= 0.5**0.5
+        for name in names:
+            torch.testing.assert_close(whole[name], sum(part[name] for part in parts))
+
+
 @given(
     norms=st.lists(st.floats(0, 1e6), min_size=1, max_size=6),
     limit=st.floats(1e-3, 1e3),

@@ -150,7 +150,8 @@ def test_a_print_is_of_all_blocks_and_of_their_order(monkeypatch: pytest.MonkeyP
     last[9] = 0.0
     norm, _ = print_of(flat)
     torch.testing.assert_close(float(norm), float(flat.double().norm()))
-    for other in (last, blocks, flat.flip(0)):
+    within = flat[[1, 0, *range(2, 10)]]
+    for other in (last, blocks, within, flat.flip(0)):
         assert abs(float(print_of(other)[1] - print_of(flat)[1])) > 0.1
     assert print_of(flat[:0]).tolist() == [0.0, 0.0]
     assert not print_of(torch.tensor([1.0, math.nan])).isfinite().any()

@@ -178,3 +178,25 @@ def test_long_texts_maps_in_groups_and_single_positions_do_not_wait() -> None:
     assert not some.takes(factors(2, 91, 3, 3))
     assert not some.takes(factors(2, 1, 3, 3))
     assert not some.takes(DenseFactors(torch.randn(2, 2, 4, 3), torch.randn(2, 2, 4, 3)))
+
+
+@pytest.mark.parametrize("with_bias_first", [True, False])
+def test_layers_of_one_shape_keep_bounds_of_their_own(with_bias_first: bool) -> None:
+    """A column of ones is one product more, whose rounding a layer without a bias does not have."""
+    torch.manual_seed(0)
+    kinds: list[tuple[DenseFactors, Side | None]] = [
+        (factors(3, 6, 5, 4), "right"),
+        (factors(3, 6, 5, 4), None),
+    ]
+
+    def slack_of(some: list[tuple[DenseFactors, Side | None]]) -> Tensor:
+        sums = NormSums.empty(1, 3, torch.device("cpu"))
+        waiting = Together(Scratch(), sums)
+        for use, ones in some:
+            waiting.add(0, 5, use, torch.float32, ones)
+        waiting.measure()
+        return sums.slack
+
+    both = slack_of(kinds if with_bias_first else kinds[::-1])
+    apart = sum(slack_of([one]) for one in kinds)
+    torch.testing.assert_close(both, apart, rtol=1e-9, atol=0.0)
